@@ -1,0 +1,35 @@
+# Targets: up, test, check, bench. Each makes .venv first, and is quick the second time.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: up test check bench clean help
+.DEFAULT_GOAL := help
+
+help: ## show this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
+
+$(STAMP): pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing Shoal into $(VENV) (a minute or two the first time)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "torch>=2.13,<2.14"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
+	@touch $@
+
+up: $(STAMP) ## start everything on this machine; Ctrl-C stops it
+	@exec $(BIN)/shoal up
+
+test: $(STAMP) ## run all the tests
+	@$(BIN)/python -m pytest
+
+check: $(STAMP) ## ruff and mypy strict
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+
+bench: $(STAMP) ## the benchmarks, one table each
+	@$(BIN)/shoal bench bus
+	@$(BIN)/shoal bench frontend
+
+clean: ## remove the environment and all state
+	rm -rf $(VENV) .shoal

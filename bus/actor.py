@@ -1,0 +1,267 @@
+"""The actor contract: one mailbox, ordered and bounded; start → ready → receive… → drain → stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any, ClassVar, TypeVar
+
+import msgspec
+from opentelemetry.context import Context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from bus.bus import DEADLINE_HEADER, Bus, BusError, Delivery, decoder
+from bus.subjects import LOAD, Address, Subject, ping, report_load
+from schemas.failure import Code, Failure
+from schemas.liveness import Ping, Pong
+from schemas.message import Message, Role
+from schemas.routing import LoadReported, ReportLoad
+
+log = logging.getLogger("shoal.actor")
+M = TypeVar("M", bound=Message)
+
+HEARTBEAT_S = 2.0
+"""How often a load report is sent when nothing changes; three missed ones mean gone."""
+
+_propagator = TraceContextTextMapPropagator()
+
+
+class Envelope:
+    """A message with the way back. An ask is answered exactly once; the actor sees to it that none is forgotten."""
+
+    __slots__ = ("_bus", "_pending", "headers", "message", "reply_to")
+
+    def __init__(self, message: Any, delivery: Delivery, bus: Bus, pending: set[Envelope]) -> None:
+        self.message = message
+        self.reply_to = delivery.reply
+        self.headers = delivery.headers
+        self._bus = bus
+        self._pending = pending
+
+    @property
+    def context(self) -> Context:
+        """The trace context of the sender (empty if there was none)."""
+        return _propagator.extract(self.headers or {})
+
+    async def answer(self, message: Message) -> None:
+        """Answer the ask. A second answer is ignored, as is one to a tell."""
+        if self in self._pending:
+            self._pending.discard(self)
+            await self._bus.answer(self.reply_to, message)
+
+
+Handler = Callable[[Any, Envelope], Awaitable[Message | None]]
+
+
+class Actor:
+    """One mailbox, one owner of its state. Subclass, set `role`, and say in `handlers()` what it listens to.
+
+    - A handler is called with (message, envelope), one at a time, in order of arrival. What it returns answers an
+      ask; with None the handler answers later through `envelope.answer`. A `BusError` it raises is the answer; any
+      other exception is a crash of the actor, which its supervisor sees.
+    - `flush()` runs whenever the mailbox has just been emptied: send there what handlers gathered, so that a burst
+      becomes one message. `wake()` asks for it from a task or timer.
+    - `spawn()` starts work that outlives a handler; the actor owns it, and its crash is the actor's crash.
+    - A full mailbox answers asks with `overloaded`; tells are counted in `num_dropped` and repaired by their sequence
+      numbers.
+    - `drain()` stops new work at the door (what that means is the subclass's); `stop()` is idempotent, ends spawned
+      work, calls `on_stop()`, and answers every pending ask with `shutting_down`.
+    """
+
+    role: ClassVar[Role]
+    mailbox_limit: ClassVar[int] = 8192
+
+    def __init__(self, id: str, bus: Bus) -> None:
+        self.id = id
+        self.bus = bus
+        self.incarnation = secrets.token_hex(4)
+        self.num_dropped = 0
+        self.is_draining = False
+        self._mailbox: deque[tuple[Handler, Envelope]] = deque()
+        self._wake = asyncio.Event()
+        self._pending: set[Envelope] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._unsubscribes: list[Callable[[], Any]] = []
+        self._crash: BaseException | None = None
+        self._report_seq = 0
+        self._is_stopped = False
+
+    # What a subclass says
+
+    def handlers(self) -> Mapping[Subject[Any, Any], Handler]:
+        """Subjects of this actor's role, each with its handler."""
+        raise NotImplementedError
+
+    def events(self) -> Mapping[Address[Any, Any], Handler]:
+        """Events of others this actor listens to."""
+        return {}
+
+    async def on_start(self) -> None:
+        """Called once, with subscriptions in place, before the actor is ready."""
+
+    async def on_stop(self) -> None:
+        """Called once, before pending asks are answered. Also after a failed start: must be null-safe."""
+
+    async def flush(self) -> None:
+        """The mailbox is empty: send what was gathered."""
+
+    def load(self) -> LoadReported:
+        """How loaded this actor is. Subclasses fill in what they know."""
+        self._report_seq += 1
+        return LoadReported(
+            role=self.role,
+            id=self.id,
+            incarnation=self.incarnation,
+            seq=self._report_seq,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            is_accepting=not self.is_draining,
+        )
+
+    # What a supervisor calls
+
+    async def run(self, ready: Callable[[], None]) -> None:
+        """Live until cancelled or crashed. `ready` is called once subscriptions are in place and `on_start` is done."""
+        try:
+            await self._listen()
+            await self.on_start()
+            await self.report_load()
+            self.spawn(self._heartbeat())
+            ready()
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                while self._mailbox:
+                    await self._receive(*self._mailbox.popleft())
+                    if self._crash is not None:
+                        break
+                if self._crash is not None:
+                    raise self._crash
+                await self.flush()
+        finally:
+            await self.stop()
+
+    async def drain(self) -> None:
+        """Take no new work; go on with what is here."""
+        self.is_draining = True
+        await self.report_load()
+
+    async def stop(self) -> None:
+        """End. Idempotent."""
+        if self._is_stopped:
+            return
+        self._is_stopped = True
+        for unsubscribe in self._unsubscribes:
+            await unsubscribe()
+        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.on_stop()
+        for envelope in list(self._pending):
+            await envelope.answer(Failure(code=Code.SHUTTING_DOWN, message=f"{self.role} {self.id} has stopped"))
+
+    # What a subclass uses
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Run a coroutine that this actor owns."""
+        task = asyncio.create_task(work, name=f"{self.role}/{self.id}:{work.__name__}")
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_done)
+        return task
+
+    def wake(self) -> None:
+        """Ask for a `flush()` soon."""
+        self._wake.set()
+
+    async def report_load(self) -> None:
+        """Publish how loaded this actor is, now."""
+        await self.bus.tell(LOAD.at(self.role), self.load())
+
+    # Inside
+
+    async def _listen(self) -> None:
+        handlers = {subject.verb: (subject, handler) for subject, handler in self.handlers().items()}
+        handlers["ping"] = (ping(self.role), self._on_ping)
+        handlers["report"] = (report_load(self.role), self._on_report_load)
+
+        def on_delivery(delivery: Delivery) -> None:
+            known = handlers.get(delivery.subject.rpartition(".")[2])
+            if known is not None:
+                self._enqueue(*known, delivery)
+
+        prefix = f"shoal.{self.role}"
+        self._unsubscribes.append(await self.bus.wire.subscribe(f"{prefix}.{self.id}.*", on_delivery))
+        self._unsubscribes.append(await self.bus.wire.subscribe(f"{prefix}.any.*", on_delivery, queue=self.role))
+        self._unsubscribes.append(await self.bus.wire.subscribe(f"{prefix}.all.*", on_delivery))
+        for address, handler in self.events().items():
+            await self._listen_to_event(address, handler)
+        await self.bus.wire.flush()
+
+    async def _listen_to_event(self, address: Address[Any, Any], handler: Handler) -> None:
+        def on_delivery(delivery: Delivery) -> None:
+            self._enqueue(address.subject, handler, delivery)
+
+        self._unsubscribes.append(await self.bus.wire.subscribe(address.name, on_delivery))
+
+    def _enqueue(self, subject: Subject[Any, Any], handler: Handler, delivery: Delivery) -> None:
+        try:
+            message = decoder(subject.message).decode(delivery.body)
+        except msgspec.MsgspecError as error:
+            log.warning("%s %s: undecodable %s: %s", self.role, self.id, delivery.subject, error)
+            failure = Failure(code=Code.BAD_REQUEST, message=f"undecodable {subject.message.__name__}: {error}")
+            self._refuse(delivery, failure)
+            return
+        self.enqueue(handler, message, delivery, is_ask=subject.reply is not None)
+
+    def enqueue(self, handler: Handler, message: Any, delivery: Delivery, *, is_ask: bool) -> None:
+        """Put a message in the mailbox, for its handler. For subscriptions a subclass makes itself."""
+        if len(self._mailbox) >= self.mailbox_limit:
+            self.num_dropped += 1
+            self._refuse(delivery, Failure(code=Code.OVERLOADED, message=f"{self.role} {self.id}: mailbox is full"))
+            return
+        deadline = (delivery.headers or {}).get(DEADLINE_HEADER)
+        if deadline is not None and int(deadline) < time.time_ns():
+            return  # the asker has given up already
+        envelope = Envelope(message, delivery, self.bus, self._pending)
+        if is_ask and delivery.reply:
+            self._pending.add(envelope)
+        self._mailbox.append((handler, envelope))
+        self._wake.set()
+
+    def _refuse(self, delivery: Delivery, failure: Failure) -> None:
+        if delivery.reply:
+            self.spawn(self.bus.answer(delivery.reply, failure))
+
+    async def _receive(self, handler: Handler, envelope: Envelope) -> None:
+        try:
+            reply = await handler(envelope.message, envelope)
+        except BusError as error:
+            if not envelope.reply_to:
+                log.warning("%s %s: %s: %s", self.role, self.id, type(envelope.message).__name__, error)
+            reply = error.failure
+        if reply is not None:
+            await envelope.answer(reply)
+
+    async def _heartbeat(self) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            await self.report_load()
+
+    async def _on_ping(self, message: Ping, envelope: Envelope) -> Pong:
+        return Pong(role=self.role, id=self.id, incarnation=self.incarnation, num_queued=len(self._mailbox))
+
+    async def _on_report_load(self, message: ReportLoad, envelope: Envelope) -> None:
+        await self.report_load()
+
+    def _on_task_done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None and self._crash is None:
+            self._crash = error
+            self._wake.set()

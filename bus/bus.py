@@ -1,0 +1,231 @@
+"""The road: typed tell and ask over a wire that moves bytes between subjects.
+
+A `Wire` is the broker's side (NATS in `broker.py`, memory in `memory.py`); `Bus` is ours, and the same over both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
+
+import msgspec
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from bus.subjects import Address
+from schemas.failure import Code, Failure
+from schemas.message import Message
+
+M = TypeVar("M", bound=Message)
+R = TypeVar("R")
+
+DEADLINE_HEADER = "Shoal-Deadline-Ns"
+
+_encode = msgspec.msgpack.Encoder().encode
+_propagator = TraceContextTextMapPropagator()
+_decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
+
+
+class Delivery(NamedTuple):
+    """One message as it came off the wire.
+
+    `is_missing` marks the broker's own answer that nobody listens on the subject we published to.
+    """
+
+    subject: str
+    body: bytes
+    reply: str
+    headers: Mapping[str, str] | None
+    is_missing: bool = False
+
+
+class Wire(Protocol):
+    """What a broker must do. One suite (tests/bus) holds both implementations to it.
+
+    Subjects are dot-separated; `*` matches one token, a final `>` one or more. Subscriptions with the same queue share
+    deliveries. A publish with a reply to a subject without listeners is answered on the reply with `is_missing`.
+    Deliveries from one publisher arrive in order. `on_delivery` must only enqueue: it is called on the loop, one at a
+    time, and must not raise.
+    """
+
+    @property
+    def inbox(self) -> str:
+        """A prefix only this connection may listen under, without trailing dot."""
+        ...
+
+    @property
+    def max_payload(self) -> int:
+        """The largest body plus headers the broker takes, in bytes."""
+        ...
+
+    async def publish(
+        self, subject: str, body: bytes, *, reply: str = "", headers: Mapping[str, str] | None = None
+    ) -> None:
+        """Hand bytes to the broker; at most once. Raises `BusError(too_large)` before anything is sent."""
+        ...
+
+    async def subscribe(
+        self, subject: str, on_delivery: Callable[[Delivery], None], *, queue: str = ""
+    ) -> Callable[[], Any]:
+        """Start listening; the result, an async callable, stops it."""
+        ...
+
+    async def flush(self) -> None:
+        """Return once the broker has seen all that was published or subscribed before."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of the connection. Idempotent."""
+        ...
+
+
+class BusError(Exception):
+    """A tell or ask that failed, with the typed failure: the receiver's own, or one of the road's.
+
+    The road's: `too_large`, `no_responders`, `deadline_exceeded`.
+    """
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(f"{failure.code}: {failure.message}")
+        self.failure = failure
+
+    @property
+    def code(self) -> Code:
+        return self.failure.code
+
+
+def fail(code: Code, message: str, *, field: str = "") -> BusError:
+    """A BusError to raise."""
+    return BusError(Failure(code=code, message=message, field=field))
+
+
+def decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    """The one decoder of a message type or union."""
+    if kind not in _decoders:
+        _decoders[kind] = msgspec.msgpack.Decoder(kind)
+    return _decoders[kind]
+
+
+class Bus:
+    """Typed messages over a wire. One per process; actors share it.
+
+    Call `open()` once, `close()` at the end. Asks carry headers (trace context and deadline); tells carry none.
+    """
+
+    def __init__(self, wire: Wire) -> None:
+        self.wire = wire
+        self._waiting: dict[str, Callable[[Delivery], None]] = {}
+        self._tokens = itertools.count(1)
+        self._unsubscribe: Callable[[], Any] | None = None
+        self._missing: dict[tuple[str, Callable[[], None]], str] = {}
+
+    async def open(self) -> None:
+        """Start listening on the inbox."""
+        self._unsubscribe = await self.wire.subscribe(f"{self.wire.inbox}.*", self._on_inbox)
+
+    async def close(self) -> None:
+        """Stop listening and let go of the wire. Idempotent."""
+        if self._unsubscribe is not None:
+            stop, self._unsubscribe = self._unsubscribe, None
+            await stop()
+        await self.wire.close()
+
+    async def tell(
+        self, address: Address[M, Any], message: M, *, if_missing: Callable[[], None] | None = None
+    ) -> None:
+        """Send and forget: at most once.
+
+        `if_missing` is called, later and once per tell at most, if nobody listens there. Raises `BusError(too_large)`.
+        """
+        body = self._pack(address, message, 0)
+        if if_missing is None:
+            await self.wire.publish(address.name, body)
+        else:
+            await self.wire.publish(address.name, body, reply=self._watch(address.name, if_missing))
+
+    async def ask(self, address: Address[M, R], message: M, *, timeout_s: float) -> R:
+        """Send, and wait for the answer.
+
+        Raises `BusError`: the receiver's own failure, `no_responders` at once when nobody listens,
+        `deadline_exceeded` after `timeout_s`, `too_large` before anything is sent.
+        """
+        headers = {DEADLINE_HEADER: str(time.time_ns() + int(timeout_s * 1e9))}
+        _propagator.inject(headers)
+        body = self._pack(address, message, sum(len(k) + len(v) + 4 for k, v in headers.items()))
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Delivery] = loop.create_future()
+        token = str(next(self._tokens))
+
+        def on_answer(delivery: Delivery) -> None:
+            if not answer.done():
+                answer.set_result(delivery)
+
+        self._waiting[token] = on_answer
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.wire.publish(address.name, body, reply=f"{self.wire.inbox}.{token}", headers=headers)
+                delivery = await answer
+        except TimeoutError:
+            raise fail(Code.DEADLINE_EXCEEDED, f"no answer from {address.name} within {timeout_s:g} s") from None
+        finally:
+            del self._waiting[token]
+        if delivery.is_missing:
+            raise fail(Code.NO_RESPONDERS, f"nobody listens on {address.name}")
+        reply = decoder(address.subject.reply | Failure).decode(delivery.body)
+        if isinstance(reply, Failure):
+            raise BusError(reply)
+        return cast(R, reply)
+
+    async def answer(self, reply_to: str, message: Message) -> None:
+        """Answer an ask. An answer over the size contract is replaced by a `too_large` failure."""
+        body = _encode(message)
+        if len(body) > self.wire.max_payload:
+            body = _encode(Failure(code=Code.TOO_LARGE, message=f"the answer has {len(body)} bytes"))
+        await self.wire.publish(reply_to, body)
+
+    async def publish(self, subject: str, body: bytes, *, if_missing: Callable[[], None] | None = None) -> None:
+        """Raw bytes to a public subject (an inbox of a client)."""
+        reply = "" if if_missing is None else self._watch(subject, if_missing)
+        await self.wire.publish(subject, body, reply=reply)
+
+    def _pack(self, address: Address[M, Any], message: M, header_bytes: int) -> bytes:
+        body = _encode(message)
+        limit = address.subject.max_bytes
+        if len(body) + header_bytes > limit:
+            raise fail(
+                Code.TOO_LARGE,
+                f"{type(message).__name__} for {address.name} has {len(body) + header_bytes} bytes with headers; "
+                f"the limit is {limit}: send it by handle",
+            )
+        return body
+
+    def _watch(self, subject: str, if_missing: Callable[[], None]) -> str:
+        """A reply subject that turns the broker's no-responders answer into a call of `if_missing`.
+
+        Nothing but the broker answers there, so one entry per (subject, callback) is kept until it fires or `forget`.
+        """
+        key = (subject, if_missing)
+        token = self._missing.get(key)
+        if token is None:
+            token = self._missing[key] = str(next(self._tokens))
+
+            def on_answer(delivery: Delivery) -> None:
+                if delivery.is_missing and self._missing.pop(key, None) is not None:
+                    self._waiting.pop(token, None)
+                    if_missing()
+
+            self._waiting[token] = on_answer
+        return f"{self.wire.inbox}.{token}"
+
+    def forget(self, subject: str, if_missing: Callable[[], None]) -> None:
+        """Stop watching a subject given to tell or publish with this `if_missing`. Idempotent."""
+        token = self._missing.pop((subject, if_missing), None)
+        if token is not None:
+            self._waiting.pop(token, None)
+
+    def _on_inbox(self, delivery: Delivery) -> None:
+        waiting = self._waiting.get(delivery.subject.rpartition(".")[2])
+        if waiting is not None:
+            waiting(delivery)

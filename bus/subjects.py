@@ -1,0 +1,128 @@
+"""The one map: every subject, its message, its reply, who listens.
+
+An internal subject is `shoal.<role>.<destination>.<verb>`. The destination is an actor's id, `any` (one of the role,
+by queue group) or `all` (every one of the role). Events use the pseudo-role `event` and the publisher's role as
+destination. Public subjects are `shoal.api.<protocol>`; they carry protocol JSON, not Structs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from schemas.api import Answer, Call, Called, Protocol, StreamBatch
+from schemas.handover import Claim, Claimed, ClaimRefused, Dispatch, Dispatched, HandedOver, HandOver, Refused
+from schemas.liveness import Ping, Pong, ProcessExited
+from schemas.message import Message, Role
+from schemas.request import Cancel, CancelAcknowledged, Resend, Submit, Submitted, TokensEmitted
+from schemas.routing import LoadReported, Release, ReportLoad, Route, Routed
+
+M = TypeVar("M", bound=Message)
+R = TypeVar("R")
+
+MAX_MESSAGE_BYTES = 256 * 1024
+"""The size contract of internal messages, headers counted (design §4)."""
+
+MAX_PUBLIC_BYTES = 8 * 1024 * 1024
+"""The broker's max_payload: how large a public request body may be."""
+
+HEADROOM_BYTES = 4096
+"""What a `Call` adds around a public body."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address(Generic[M, R]):
+    """One concrete place to send an M to; an ask there is answered with an R."""
+
+    subject: Subject[M, R]
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Subject(Generic[M, R]):
+    """One kind of message at one role. R is None where nobody answers.
+
+    `reply` is R at run time (a Struct or a union of Structs), or None.
+    """
+
+    role: str
+    verb: str
+    message: type[M]
+    reply: Any = None
+    max_bytes: int = MAX_MESSAGE_BYTES
+
+    def at(self, id: str) -> Address[M, R]:
+        """The actor with this id."""
+        return Address(self, f"shoal.{self.role}.{id}.{self.verb}")
+
+    def any(self) -> Address[M, R]:
+        """One actor of the role, chosen by the broker."""
+        return Address(self, f"shoal.{self.role}.any.{self.verb}")
+
+    def all(self) -> Address[M, R]:
+        """Every actor of the role. An ask here takes the first answer."""
+        return Address(self, f"shoal.{self.role}.all.{self.verb}")
+
+
+# Edge and recipe
+CALL: Subject[Call, Called | Answer] = Subject(
+    Role.RECIPE, "call", Call, Called | Answer, MAX_PUBLIC_BYTES - HEADROOM_BYTES
+)
+RECIPE_CANCEL: Subject[Cancel, CancelAcknowledged] = Subject(Role.RECIPE, "cancel", Cancel, CancelAcknowledged)
+RECIPE_TOKENS: Subject[TokensEmitted, None] = Subject(Role.RECIPE, "tokens", TokensEmitted)
+STREAM: Subject[StreamBatch, None] = Subject(Role.GATEWAY, "stream", StreamBatch)
+
+# Entrypoint
+SUBMIT: Subject[Submit, Submitted] = Subject(Role.ENTRYPOINT, "submit", Submit, Submitted)
+CANCEL: Subject[Cancel, CancelAcknowledged] = Subject(Role.ENTRYPOINT, "cancel", Cancel, CancelAcknowledged)
+CLAIM: Subject[Claim, Claimed | ClaimRefused] = Subject(Role.ENTRYPOINT, "claim", Claim, Claimed | ClaimRefused)
+TOKENS: Subject[TokensEmitted, None] = Subject(Role.ENTRYPOINT, "tokens", TokensEmitted)
+RESEND: Subject[Resend, TokensEmitted] = Subject(Role.ENTRYPOINT, "resend", Resend, TokensEmitted)
+
+# Balancers
+ROUTE_PREFILL: Subject[Route, Routed] = Subject(Role.PREFILL_BALANCER, "route", Route, Routed)
+RELEASE_PREFILL: Subject[Release, None] = Subject(Role.PREFILL_BALANCER, "release", Release)
+ROUTE_DECODE: Subject[Route, Routed] = Subject(Role.DECODE_BALANCER, "route", Route, Routed)
+RELEASE_DECODE: Subject[Release, None] = Subject(Role.DECODE_BALANCER, "release", Release)
+
+# Prefill
+DISPATCH: Subject[Dispatch, Dispatched | Refused] = Subject(Role.PREFILL, "dispatch", Dispatch, Dispatched | Refused)
+CANCEL_PREFILL: Subject[Cancel, CancelAcknowledged] = Subject(Role.PREFILL, "cancel", Cancel, CancelAcknowledged)
+RESEND_PREFILL: Subject[Resend, TokensEmitted] = Subject(Role.PREFILL, "resend", Resend, TokensEmitted)
+
+# Decode
+HAND_OVER: Subject[HandOver, HandedOver | Refused] = Subject(Role.DECODE, "handover", HandOver, HandedOver | Refused)
+CANCEL_DECODE: Subject[Cancel, CancelAcknowledged] = Subject(Role.DECODE, "cancel", Cancel, CancelAcknowledged)
+RESEND_DECODE: Subject[Resend, TokensEmitted] = Subject(Role.DECODE, "resend", Resend, TokensEmitted)
+
+# Events: published at `.at(<role of the publisher>)`
+LOAD: Subject[LoadReported, None] = Subject("event", "load", LoadReported)
+EXITED: Subject[ProcessExited, None] = Subject("event", "exited", ProcessExited)
+
+
+def ping(role: str) -> Subject[Ping, Pong]:
+    """Every actor answers this."""
+    return Subject(role, "ping", Ping, Pong)
+
+
+def report_load(role: str) -> Subject[ReportLoad, None]:
+    """Every actor hears this, at `.all()`."""
+    return Subject(role, "report", ReportLoad)
+
+
+API_PREFIX = "shoal.api."
+
+
+def api(protocol: Protocol) -> str:
+    """The public subject of a protocol."""
+    return API_PREFIX + protocol.value
+
+
+SUBJECTS: tuple[Subject[Any, Any], ...] = (
+    *(CALL, RECIPE_CANCEL, RECIPE_TOKENS, STREAM),
+    *(SUBMIT, CANCEL, CLAIM, TOKENS, RESEND),
+    *(ROUTE_PREFILL, RELEASE_PREFILL, ROUTE_DECODE, RELEASE_DECODE),
+    *(DISPATCH, CANCEL_PREFILL, RESEND_PREFILL, HAND_OVER, CANCEL_DECODE, RESEND_DECODE),
+    *(LOAD, EXITED),
+)
+"""All of the above, for tests and for the document clients read."""

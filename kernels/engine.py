@@ -1,0 +1,109 @@
+"""The engine contract: what prefill and decode actors drive. Free of torch, free of messages.
+
+An engine holds the state of requests in slots. One actor owns it and calls it from one task, one step at a time; steps
+are awaitable, so the caller's loop answers while they compute.
+
+    engine.admit("r1", num_tokens=300, sampling)          # OK | LATER | NEVER
+    await engine.prefill([Chunk("r1", tokens)])           # as many chunks as you like, of many requests at once
+    state = await engine.export("r1"); engine.free("r1")
+    ...
+    other.admit("r1", num_tokens=300, sampling); await other.restore("r1", state)
+    (new,) = await other.decode(["r1"])                   # the next tokens of r1, from index 0 on
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Tokens = npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """A token is argmax(logits / temperature + Gumbel(seed, position)) after top-p; temperature 0 is greedy."""
+
+    temperature: float
+    top_p: float
+    seed: int
+
+
+class Admission(Enum):
+    """OK: there is a slot. LATER: not now, ask again when something was freed. NEVER: it cannot fit even alone."""
+
+    OK = "ok"
+    LATER = "later"
+    NEVER = "never"
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The next prompt tokens of one request, uint32 [num_tokens], at least one."""
+
+    key: str
+    tokens: Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What an engine is. `layout` names the format of exported state: engines with equal layouts understand each other.
+
+    `max_tokens` is the longest prompt plus output; `num_slots` how many requests it can hold;
+    `max_step_tokens` the most tokens one prefill step should be given.
+    """
+
+    model: str
+    layout: str
+    vocab_size: int
+    eos_token: int
+    max_tokens: int
+    num_slots: int
+    max_step_tokens: int
+
+
+class StateError(ValueError):
+    """An exported state that cannot be restored here: wrong layout, or damaged."""
+
+
+class Engine(Protocol):
+    """See the module's docstring for the order of calls. Keys are request ids; an unknown key is a KeyError."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    async def start(self) -> None:
+        """Load weights and warm up."""
+        ...
+
+    def admit(self, key: str, num_tokens: int, sampling: Sampling) -> Admission:
+        """Reserve a slot for prompt plus output of `num_tokens`. On anything but OK nothing changed."""
+        ...
+
+    async def prefill(self, chunks: Sequence[Chunk]) -> int:
+        """One batched step over all chunks; the elapsed nanoseconds. Any cut of a prompt gives the same state."""
+        ...
+
+    async def export(self, key: str) -> bytes:
+        """The state of a request, complete: whoever restores it goes on with the same tokens."""
+        ...
+
+    async def restore(self, key: str, state: bytes) -> None:
+        """Fill an admitted slot from an exported state. Raises StateError; the slot is then still admitted, empty."""
+        ...
+
+    async def decode(self, keys: Sequence[str]) -> list[list[int]]:
+        """One batched step: the new tokens of each request, one or more each, end-of-sequence token included."""
+        ...
+
+    def free(self, key: str) -> None:
+        """Let go of a slot. Idempotent. Not while a step is running."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of everything. Idempotent, also after a failed start."""
+        ...

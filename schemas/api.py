@@ -1,0 +1,71 @@
+"""The gateway's side of the public protocols: a call in, batches of events out."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from schemas.bulk import Handle
+from schemas.failure import Failure
+from schemas.message import Message
+
+
+class Protocol(StrEnum):
+    """The public protocols; also the last token of their subject `shoal.api.<protocol>`."""
+
+    CHAT_COMPLETIONS = "chat_completions"
+    RESPONSES = "responses"
+    MESSAGES = "messages"
+    COUNT_TOKENS = "count_tokens"
+    MODELS = "models"
+    CANCEL = "cancel"
+
+
+class Call(Message, frozen=True):
+    """Gateway → any recipe: one public request. Its events come back as `StreamBatch` under `stream_id`.
+
+    `body` is the client's JSON, as it came. `deadline_ns` is unix time, 0 for none.
+    """
+
+    stream_id: int
+    gateway: str
+    protocol: Protocol
+    body: bytes
+    tenant: str = "public"
+    request_id: str = ""
+    deadline_ns: int = 0
+
+
+class Called(Message, frozen=True):
+    """The call was taken. `is_stream`: events follow one by one; otherwise one body follows."""
+
+    recipe: str
+    request_id: str
+    is_stream: bool
+
+
+class Answer(Message, frozen=True):
+    """A call that needs no generation, answered at once (count_tokens, models, cancel), or a refusal.
+
+    `status` is an HTTP status; `body` is the protocol's own JSON. `retry_after_s` is 0 when there is nothing to say.
+    """
+
+    status: int
+    body: bytes
+    failure: Failure | None = None
+    retry_after_s: float = 0.0
+
+
+class StreamBatch(Message, frozen=True):
+    """Items of many streams, struct of arrays: one message per step and destination.
+
+    Item i belongs to `stream_ids[i]` and is number `seqs[i]` of it, from 0. `is_last` lists the items that are the
+    terminal item of their stream. `statuses` holds (i, HTTP status) where it is not 200. `large` holds (i, handle)
+    for items whose body travels beside the bus.
+    """
+
+    stream_ids: list[int]
+    seqs: list[int]
+    items: list[bytes]
+    last: list[int] = []
+    statuses: list[tuple[int, int]] = []
+    large: list[tuple[int, Handle]] = []

@@ -1,0 +1,74 @@
+"""From entrypoint to prefill to decode: dispatch, hand-over, claim."""
+
+from __future__ import annotations
+
+from schemas.bulk import Handle, Payload
+from schemas.message import Message
+from schemas.request import Limits, Sampling
+
+
+class Dispatch(Message, frozen=True):
+    """Entrypoint → prefill replica: compute this prompt, then hand it over to decode."""
+
+    request_id: str
+    entrypoint: str
+    epoch: int
+    reservation: int
+    balancer: str
+    prompt: Payload
+    num_prompt_tokens: int
+    sampling: Sampling
+    limits: Limits
+
+
+class Dispatched(Message, frozen=True):
+    """The prefill replica has queued the request."""
+
+
+class Refused(Message, frozen=True):
+    """Not here, not now: route again with this replica excluded. `is_final`: no replica like this one ever can."""
+
+    reason: str
+    is_final: bool = False
+
+
+class HandOver(Message, frozen=True):
+    """Prefill → decode replica: pull this request's state, claim it, and generate from index 0 on.
+
+    `state` is the engine's own format (caches, rings, pair state, last hidden row) under `layout`.
+    """
+
+    request_id: str
+    entrypoint: str
+    epoch: int
+    reservation: int
+    balancer: str
+    state: Handle
+    layout: str
+    num_tokens: int
+    sampling: Sampling
+    limits: Limits
+
+
+class HandedOver(Message, frozen=True):
+    """The decode replica owns the request; the source may free it."""
+
+
+class Claim(Message, frozen=True):
+    """New owner → entrypoint shard: I have the state of this request. First claim from an epoch wins."""
+
+    request_id: str
+    from_epoch: int
+    replica: str
+
+
+class Claimed(Message, frozen=True):
+    """The claim was first: go on under this epoch."""
+
+    epoch: int
+
+
+class ClaimRefused(Message, frozen=True):
+    """Someone was first, or the request has ended: drop the state."""
+
+    reason: str

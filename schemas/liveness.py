@@ -1,0 +1,26 @@
+"""Is it there: ping and pong, and the end of a process."""
+
+from __future__ import annotations
+
+from schemas.message import Message
+
+
+class Ping(Message, frozen=True):
+    """Answered by every actor from its mailbox, so an answer shows progress, not just an open socket."""
+
+
+class Pong(Message, frozen=True):
+    """`incarnation` is new at each start of the actor; `num_queued` is what waits in its mailbox."""
+
+    role: str
+    id: str
+    incarnation: str
+    num_queued: int
+
+
+class ProcessExited(Message, frozen=True):
+    """The supervisor saw a process end. Its actors (`members`, as `role/id`) are gone with all they held."""
+
+    name: str
+    pid: int
+    members: list[str]

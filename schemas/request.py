@@ -1,0 +1,125 @@
+"""A request's life as its client sees it: submit, tokens, one terminal event, cancel."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from schemas.bulk import Payload
+from schemas.failure import Failure
+from schemas.message import Message
+
+
+class Sampling(Message, frozen=True):
+    """How tokens are chosen: argmax(logits / temperature + Gumbel(seed, position)) after top-p (design §5).
+
+    `temperature` 0 is greedy. `seed` is always set: drawn at the edge when the client gave none.
+    """
+
+    temperature: float
+    top_p: float
+    seed: int
+
+
+class Limits(Message, frozen=True):
+    """When generation stops by itself. `deadline_ns` is unix time; 0 means none."""
+
+    max_tokens: int
+    deadline_ns: int = 0
+
+
+class Submit(Message, frozen=True):
+    """Recipe → entrypoint shard: take ownership of this request.
+
+    `prompt` holds the token ids as little-endian u32. `recipe` is the id of the recipe actor that wants the tokens.
+    """
+
+    request_id: str
+    recipe: str
+    tenant: str
+    prompt: Payload
+    num_prompt_tokens: int
+    sampling: Sampling
+    limits: Limits
+
+
+class Submitted(Message, frozen=True):
+    """The shard owns the request now; exactly one terminal event will follow."""
+
+    shard: str
+
+
+class FinishReason(StrEnum):
+    """Why generation ended by itself."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class Finished(Message, frozen=True):
+    """Terminal: generation ended by itself."""
+
+    reason: FinishReason
+
+
+class Cancelled(Message, frozen=True):
+    """Terminal: the client asked for it, or is gone."""
+
+
+class Failed(Message, frozen=True):
+    """Terminal: a typed error."""
+
+    failure: Failure
+
+
+End = Finished | Cancelled | Failed
+
+
+class TokensEmitted(Message, frozen=True):
+    """New tokens of many requests, struct of arrays: one message per step and destination.
+
+    Request i has `counts[i]` tokens, taken from `tokens` in order; the first of them has index `first_indexes[i]`
+    in its output, which is also the sequence number by which receivers find gaps and duplicates. `epochs[i]` is the
+    ownership under which they were made. `ends` holds (i, terminal event) for requests that end after these tokens.
+    """
+
+    source: str
+    request_ids: list[str]
+    epochs: list[int]
+    first_indexes: list[int]
+    counts: list[int]
+    tokens: list[int]
+    ends: list[tuple[int, End]] = []
+
+
+class Resend(Message, frozen=True):
+    """Answer with all tokens from these indexes on (gap repair), and with the end if there was one.
+
+    Also the probe for lost events and lost owners: a request the receiver does not know is answered with
+    `Failed(worker_lost)` as its end. The answer is one `TokensEmitted` with one entry per request asked for.
+    """
+
+    request_ids: list[str]
+    first_indexes: list[int]
+
+
+class CancelReason(StrEnum):
+    """Who wants a request to end early."""
+
+    CLIENT = "client"
+    CLIENT_GONE = "client_gone"
+    STOP_SEQUENCE = "stop_sequence"
+    DEADLINE = "deadline"
+
+
+class Cancel(Message, frozen=True):
+    """End a request early. Idempotent; acknowledged by every hop that knows the request."""
+
+    request_id: str
+    reason: CancelReason = CancelReason.CLIENT
+
+
+class CancelAcknowledged(Message, frozen=True):
+    """`was_running` is False when the request had ended, or was never known here."""
+
+    request_id: str
+    was_running: bool
