@@ -171,7 +171,7 @@ class Actor:
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run a coroutine that this actor owns."""
-        task = asyncio.create_task(work, name=f"{self.role}/{self.id}:{work.__name__}")
+        task = asyncio.create_task(work, name=f"{self.role}/{self.id}")
         self._tasks.add(task)
         task.add_done_callback(self._on_task_done)
         return task
