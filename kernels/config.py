@@ -1,0 +1,217 @@
+"""The model's configuration, read from a checkpoint's config.json, and the role of every layer."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+# Values that the arithmetic here is written for: another one is another model, not an option.
+_FIXED: dict[str, Any] = {
+    "num_key_value_heads": 1,
+    "scoring_func": "sqrtsoftplus",
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "hidden_act": "silu",
+    "n_shared_experts": 1,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+}
+_TOP_LEVEL = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+class ConfigError(ValueError):
+    """config.json is missing, is not JSON, lacks a key, or holds a value this model cannot have."""
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """YaRN parameters of the layers with compressed KV (spec §3.1)."""
+
+    factor: float
+    beta_fast: float
+    beta_slow: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class LayerRole:
+    """What one layer owns and reads (spec §0). `ratio` 0 means a sliding window only; owners are then None."""
+
+    layer: int
+    ratio: int
+    kv_owner: int | None
+    index_owner: int | None
+    engram: int | None  # position in `engram_layer_ids`
+    mode: Literal["window", "full", "reindex", "reuse"]
+
+    @property
+    def owns_kv(self) -> bool:
+        return self.kv_owner == self.layer
+
+    @property
+    def owns_index(self) -> bool:
+        return self.index_owner == self.layer
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The keys of `config.json` (spec §1.1) under their published names; units and meanings as there."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    head_dim: int
+    qk_rope_head_dim: int
+    q_lora_rank: int
+    o_lora_rank: int
+    o_groups: int
+    moe_intermediate_size: int
+    n_routed_experts: int
+    num_experts_per_tok: int
+    routed_scaling_factor: float
+    swiglu_limit: float
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope_theta: float
+    compress_rope_theta: float
+    rope_scaling: RopeScaling
+    sliding_window: int
+    compress_ratios: tuple[int, ...]
+    kv_source_layer_ids: tuple[int, ...]
+    index_source_layer_ids: tuple[int, ...]
+    index_n_heads: int
+    index_head_dim: int
+    index_topk: int
+    candidate_source_layer_id: int
+    candidate_topk_blocks: int
+    candidate_block_size: int
+    hc_mult: int
+    hc_sinkhorn_iters: int
+    hc_eps: float
+    engram_layer_ids: tuple[int, ...]
+    engram_num_embeddings: tuple[int, ...]
+    engram_max_ngram_size: int
+    engram_vocab_size: int
+    engram_n_heads: int
+    engram_head_dim: int
+    engram_pad_token_id: int
+    engram_compressed_vocab_size: int
+    bos_token_id: int
+    eos_token_id: int
+    pad_token_id: int
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> ModelConfig:
+        """Read `folder/config.json`. Raises ConfigError naming the file and the key that is missing or wrong."""
+        path = Path(folder) / "config.json"
+        try:
+            top = json.loads(path.read_text())
+        except FileNotFoundError:
+            raise ConfigError(f"{path}: not found") from None
+        except ValueError as error:
+            raise ConfigError(f"{path}: not JSON: {error}") from None
+        if not isinstance(top, dict) or not isinstance(top.get("text_config"), dict):
+            raise ConfigError(f"{path}: text_config is missing")
+        try:
+            return cls.from_keys(top)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+
+    @classmethod
+    def from_keys(cls, top: dict[str, Any]) -> ModelConfig:
+        """Build from the parsed JSON object (with its `text_config`). Raises ConfigError naming the key."""
+        text = top["text_config"]
+        for key, want in _FIXED.items():
+            if text.get(key, want) != want:
+                raise ConfigError(f"text_config.{key} must be {want!r}, not {text[key]!r}")
+        values: dict[str, Any] = {}
+        for field in dataclasses.fields(cls):
+            source, name = (top, field.name) if field.name in _TOP_LEVEL else (text, f"text_config.{field.name}")
+            if field.name not in source:
+                raise ConfigError(f"{name} is missing")
+            values[field.name] = _convert(name, str(field.type), source[field.name])
+        config = cls(**values)
+        config._check()
+        return config
+
+    @cached_property
+    def layers(self) -> tuple[LayerRole, ...]:
+        """The role of each backbone layer, in order."""
+        return tuple(self._role(layer) for layer in range(self.num_hidden_layers))
+
+    @property
+    def kv_owners(self) -> tuple[LayerRole, ...]:
+        """The layers that write compressed KV and index keys, in order."""
+        return tuple(role for role in self.layers if role.owns_kv)
+
+    def _role(self, layer: int) -> LayerRole:
+        ratio = self.compress_ratios[layer]
+        engram = self.engram_layer_ids.index(layer) if layer in self.engram_layer_ids else None
+        if ratio == 0:
+            return LayerRole(layer, 0, None, None, engram, "window")
+        kv_owner = max(owner for owner in self.kv_source_layer_ids if owner <= layer)
+        index_owner = max(owner for owner in self.index_source_layer_ids if owner <= layer)
+        mode: Literal["full", "reindex", "reuse"] = "reuse"
+        if index_owner == layer:
+            mode = "full" if kv_owner == layer else "reindex"
+        return LayerRole(layer, ratio, kv_owner, index_owner, engram, mode)
+
+    def _check(self) -> None:
+        def need(holds: bool, what: str) -> None:
+            if not holds:
+                raise ConfigError(f"text_config.{what}")
+
+        need(len(self.compress_ratios) >= self.num_hidden_layers, "compress_ratios has fewer entries than layers")
+        ratios = self.compress_ratios[: self.num_hidden_layers]
+        need(set(ratios) <= {0, 1, 2}, "compress_ratios may hold 0, 1 and 2 only")
+        need(self.head_dim % 32 == 0, "head_dim must be a multiple of 32")
+        need(self.index_head_dim % 32 == 0, "index_head_dim must be a multiple of 32")
+        rope = self.qk_rope_head_dim
+        need(rope % 2 == 0 and rope <= self.head_dim, "qk_rope_head_dim must be even and at most head_dim")
+        need(rope <= self.index_head_dim, "qk_rope_head_dim must be at most index_head_dim")
+        need(self.num_attention_heads % self.o_groups == 0, "o_groups must divide num_attention_heads")
+        need(self.num_experts_per_tok <= self.n_routed_experts, "num_experts_per_tok exceeds n_routed_experts")
+        need(len(self.engram_num_embeddings) == len(self.engram_layer_ids), "engram_num_embeddings: one per layer")
+        first = next((layer for layer, ratio in enumerate(ratios) if ratio), None)
+        if first is None:
+            return
+        need(min(self.kv_source_layer_ids, default=first + 1) <= first, f"kv_source_layer_ids: none for layer {first}")
+        need(
+            min(self.index_source_layer_ids, default=first + 1) <= first,
+            f"index_source_layer_ids: none for layer {first}",
+        )
+        need(set(self.kv_source_layer_ids) <= set(self.index_source_layer_ids), "kv_source_layer_ids must own an index")
+        for role in self.layers:
+            if role.kv_owner is not None:
+                need(
+                    self.compress_ratios[role.kv_owner] == role.ratio,
+                    f"compress_ratios: layer {role.layer} reads the KV of layer {role.kv_owner}, of another ratio",
+                )
+        # The forced newest block may hold one visible row; with fewer candidates a masked row could be picked.
+        reach = (self.candidate_topk_blocks - 1) * self.candidate_block_size + 1
+        reindexes = any(role.mode == "reindex" for role in self.layers)
+        need(not reindexes or reach >= self.index_topk, "candidate_topk_blocks leaves fewer rows than index_topk")
+
+
+def _convert(name: str, kind: str, value: Any) -> Any:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if kind == "int" and number and value == int(value):
+        return int(value)
+    if kind == "float" and number:
+        return float(value)
+    if kind == "tuple[int, ...]" and isinstance(value, list) and all(type(item) is int for item in value):
+        return tuple(value)
+    if kind == "RopeScaling" and isinstance(value, dict):
+        if value.get("rope_type", "yarn") != "yarn":
+            raise ConfigError(f"{name}.rope_type must be 'yarn', not {value['rope_type']!r}")
+        fields = dataclasses.fields(RopeScaling)
+        missing = [field.name for field in fields if field.name not in value]
+        if missing:
+            raise ConfigError(f"{name}.{missing[0]} is missing")
+        return RopeScaling(**{f.name: _convert(f"{name}.{f.name}", str(f.type), value[f.name]) for f in fields})
+    raise ConfigError(f"{name} must be {kind}, not {value!r}")

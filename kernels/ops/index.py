@@ -1,0 +1,2 @@
+"""Index scores."""
+KEY_TILE = 64
