@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import secrets
-import socket
-import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, ClassVar, TypeVar
@@ -80,7 +76,7 @@ class Actor:
     def __init__(self, id: str, bus: Bus) -> None:
         self.id = id
         self.bus = bus
-        self.incarnation = secrets.token_hex(4)
+        self.incarnation = f"{bus.seams.random.getrandbits(32):08x}"
         self.num_dropped = 0
         self.is_draining = False
         self._mailbox: deque[tuple[Handler, Envelope]] = deque()
@@ -119,8 +115,8 @@ class Actor:
             id=self.id,
             incarnation=self.incarnation,
             seq=self._report_seq,
-            pid=os.getpid(),
-            host=socket.gethostname(),
+            pid=self.bus.seams.pid,
+            host=self.bus.seams.host,
             is_accepting=not self.is_draining,
         )
 
@@ -227,7 +223,7 @@ class Actor:
             self._refuse(delivery, Failure(code=Code.OVERLOADED, message=f"{self.role} {self.id}: mailbox is full"))
             return
         deadline = (delivery.headers or {}).get(DEADLINE_HEADER)
-        if deadline is not None and int(deadline) < time.time_ns():
+        if deadline is not None and int(deadline) < self.bus.seams.clock_ns():
             return  # the asker has given up already
         envelope = Envelope(message, delivery, self.bus, self._pending)
         if is_ask and delivery.reply:

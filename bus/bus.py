@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
+import random
+import socket
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import msgspec
@@ -108,14 +112,25 @@ def decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
     return _decoders[kind]
 
 
+@dataclass(frozen=True)
+class Seams:
+    """What of the outside world actors may see, so that a simulation can replace it: clock, chance, whereabouts."""
+
+    clock_ns: Callable[[], int] = time.time_ns
+    random: random.Random = field(default_factory=random.SystemRandom)
+    host: str = field(default_factory=socket.gethostname)
+    pid: int = field(default_factory=os.getpid)
+
+
 class Bus:
     """Typed messages over a wire. One per process; actors share it.
 
     Call `open()` once, `close()` at the end. Asks carry headers (trace context and deadline); tells carry none.
     """
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: Wire, seams: Seams | None = None) -> None:
         self.wire = wire
+        self.seams = seams or Seams()
         self._waiting: dict[str, Callable[[Delivery], None]] = {}
         self._tokens = itertools.count(1)
         self._unsubscribe: Callable[[], Any] | None = None
@@ -151,7 +166,7 @@ class Bus:
         Raises `BusError`: the receiver's own failure, `no_responders` at once when nobody listens,
         `deadline_exceeded` after `timeout_s`, `too_large` before anything is sent.
         """
-        headers = {DEADLINE_HEADER: str(time.time_ns() + int(timeout_s * 1e9))}
+        headers = {DEADLINE_HEADER: str(self.seams.clock_ns() + int(timeout_s * 1e9))}
         _propagator.inject(headers)
         body = self._pack(address, message, sum(len(k) + len(v) + 4 for k, v in headers.items()))
         loop = asyncio.get_running_loop()
