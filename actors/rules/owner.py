@@ -15,7 +15,11 @@ def choose(key: str, members: Iterable[str]) -> str:
     The same on every node that knows the same members; when one joins or leaves, only its own keys move.
     Raises ValueError when there are no members.
     """
-    return max(members, key=lambda member: (hashlib.blake2b(f"{member}\0{key}".encode(), digest_size=8).digest(), member))
+
+    def weight(member: str) -> tuple[bytes, str]:
+        return hashlib.blake2b(f"{member}\0{key}".encode(), digest_size=8).digest(), member
+
+    return max(members, key=weight)
 
 
 class Members:

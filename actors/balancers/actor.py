@@ -1,0 +1,111 @@
+"""The balancer actors: one shell, the policy injected. They hold nothing that reports cannot rebuild."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from msgspec import structs
+from opentelemetry import trace
+
+from actors.balancers.choice import Choice, emptiest_slots, shortest_queue
+from actors.balancers.ledger import Ledger
+from bus.actor import Actor, Envelope, Handler
+from bus.bus import Bus, fail
+from bus.subjects import (
+    EXITED,
+    LOAD,
+    RELEASE_DECODE,
+    RELEASE_PREFILL,
+    ROUTE_DECODE,
+    ROUTE_PREFILL,
+    Address,
+    Subject,
+    report_load,
+)
+from schemas.failure import Code
+from schemas.liveness import ProcessExited
+from schemas.message import Role
+from schemas.routing import LoadReported, Release, ReportLoad, Route, Routed
+
+tracer = trace.get_tracer("shoal")
+
+
+class Balancer(Actor):
+    """Assigns requests to the replicas of one pool: route → {replica, reservation}; release; reports."""
+
+    pool: ClassVar[Role]
+    route_subject: ClassVar[Subject[Route, Routed]]
+    release_subject: ClassVar[Subject[Release, None]]
+
+    def __init__(self, id: str, bus: Bus, choice: Choice) -> None:
+        super().__init__(id, bus)
+        self._choice = choice
+        self.ledger = Ledger()
+        self._next_reservation = bus.seams.random.getrandbits(40) << 20
+
+    def handlers(self) -> Mapping[Subject[Any, Any], Handler]:
+        return {self.route_subject: self._on_route, self.release_subject: self._on_release}
+
+    def events(self) -> Mapping[Address[Any, Any], Handler]:
+        return {LOAD.at(self.pool): self._on_load, EXITED.all(): self._on_exited}
+
+    async def on_start(self) -> None:
+        await self.bus.tell(report_load(self.pool).all(), ReportLoad())
+
+    def load(self) -> LoadReported:
+        known = {"replicas": float(self.ledger.num_replicas)}
+        return structs.replace(super().load(), num_running=self.ledger.num_reserved, detail=known)
+
+    async def _on_route(self, route: Route, envelope: Envelope) -> Routed:
+        with tracer.start_as_current_span(f"route {self.pool}", context=envelope.context) as span:
+            now_s = asyncio.get_running_loop().time()
+            eligible = self.ledger.eligible(route.excluded, now_s)
+            if not eligible:
+                but = f" besides {', '.join(route.excluded)}" if route.excluded else ""
+                raise fail(Code.NO_REPLICA, f"no {self.pool} replica is ready{but}")
+            replica = self._choice(eligible)
+            if replica is None:
+                raise fail(Code.OVERLOADED, f"all {len(eligible)} {self.pool} replicas are full")
+            self._next_reservation += 1
+            reservation = self._next_reservation
+            self.ledger.reserve(reservation, replica, route.num_new + route.num_cached, now_s)
+            span.set_attribute("shoal.replica", replica.id)
+            return Routed(replica=replica.id, reservation=reservation, balancer=self.id)
+
+    async def _on_release(self, release: Release, envelope: Envelope) -> None:
+        self.ledger.release(release.reservation)
+
+    async def _on_load(self, report: LoadReported, envelope: Envelope) -> None:
+        self.ledger.report(report, asyncio.get_running_loop().time())
+
+    async def _on_exited(self, exited: ProcessExited, envelope: Envelope) -> None:
+        for member in exited.members:
+            role, _, id = member.partition("/")
+            if role == self.pool:
+                self.ledger.lost(id)
+
+
+class PrefillBalancer(Balancer):
+    """Fewest requests first; by compute time in a later version."""
+
+    role = Role.PREFILL_BALANCER
+    pool = Role.PREFILL
+    route_subject = ROUTE_PREFILL
+    release_subject = RELEASE_PREFILL
+
+    def __init__(self, id: str, bus: Bus) -> None:
+        super().__init__(id, bus, shortest_queue)
+
+
+class DecodeBalancer(Balancer):
+    """The smallest worst of slots and tokens."""
+
+    role = Role.DECODE_BALANCER
+    pool = Role.DECODE
+    route_subject = ROUTE_DECODE
+    release_subject = RELEASE_DECODE
+
+    def __init__(self, id: str, bus: Bus) -> None:
+        super().__init__(id, bus, emptiest_slots)
