@@ -105,6 +105,18 @@ def fail(code: Code, message: str, *, field: str = "") -> BusError:
     return BusError(Failure(code=code, message=message, field=field))
 
 
+def header_bytes(headers: Mapping[str, str]) -> int:
+    """What headers add to a message on the wire: a version line, `key: value` lines, an empty line."""
+    return 12 + sum(len(key) + len(value.encode()) + 4 for key, value in headers.items())
+
+
+def check_size(subject: str, body: bytes, headers: Mapping[str, str] | None, limit: int) -> None:
+    """Raise `BusError(too_large)` if body and headers together exceed `limit` bytes."""
+    size = len(body) + (header_bytes(headers) if headers else 0)
+    if size > limit:
+        raise fail(Code.TOO_LARGE, f"a message for {subject} has {size} bytes with headers; the limit is {limit}")
+
+
 def decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
     """The one decoder of a message type or union."""
     if kind not in _decoders:
@@ -168,7 +180,7 @@ class Bus:
         """
         headers = {DEADLINE_HEADER: str(self.seams.clock_ns() + int(timeout_s * 1e9))}
         _propagator.inject(headers)
-        body = self._pack(address, message, sum(len(k) + len(v) + 4 for k, v in headers.items()))
+        body = self._pack(address, message, header_bytes(headers))
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Delivery] = loop.create_future()
         token = str(next(self._tokens))
@@ -205,13 +217,13 @@ class Bus:
         reply = "" if if_missing is None else self._watch(subject, if_missing)
         await self.wire.publish(subject, body, reply=reply)
 
-    def _pack(self, address: Address[M, Any], message: M, header_bytes: int) -> bytes:
+    def _pack(self, address: Address[M, Any], message: M, num_header_bytes: int) -> bytes:
         body = _encode(message)
         limit = address.subject.max_bytes
-        if len(body) + header_bytes > limit:
+        if len(body) + num_header_bytes > limit:
             raise fail(
                 Code.TOO_LARGE,
-                f"{type(message).__name__} for {address.name} has {len(body) + header_bytes} bytes with headers; "
+                f"{type(message).__name__} for {address.name} has {len(body) + num_header_bytes} bytes with headers; "
                 f"the limit is {limit}: send it by handle",
             )
         return body
