@@ -1,0 +1,52 @@
+"""API keys: who a caller is."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+PUBLIC = "public"
+
+
+class KeysError(ValueError):
+    """SHOAL_API_KEYS cannot be read. Never shows a key."""
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Keys and the tenant each belongs to. Without any, everyone is the tenant `public`."""
+
+    tenants: tuple[tuple[bytes, str], ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> Keys:
+        """Read `key` or `key=tenant`, comma separated; a key without a tenant is the tenant `public`.
+
+        Raises KeysError on an empty key or tenant.
+        """
+        tenants = []
+        for number, part in enumerate((part.strip() for part in text.split(",") if part.strip()), 1):
+            key, separator, tenant = part.partition("=")
+            if not key.strip() or (separator and not tenant.strip()):
+                raise KeysError(f"SHOAL_API_KEYS: entry {number} is not `key` or `key=tenant`")
+            tenants.append((key.strip().encode(), tenant.strip() or PUBLIC))
+        return cls(tuple(tenants))
+
+    def __bool__(self) -> bool:
+        return bool(self.tenants)
+
+    def tenant(self, headers: Mapping[str, str]) -> str | None:
+        """The caller's tenant, from `authorization: Bearer` or `x-api-key` (lower-case names); None if unknown.
+
+        Every key is compared, each in constant time, so that timing tells nothing about them.
+        """
+        if not self.tenants:
+            return PUBLIC
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        given = (token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")).encode()
+        found = None
+        for key, tenant in self.tenants:
+            if hmac.compare_digest(key, given):
+                found = tenant
+        return found

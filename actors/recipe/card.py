@@ -1,0 +1,96 @@
+"""The model card: what the edge must know of a checkpoint folder, without its weights."""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+class CardError(ValueError):
+    """The folder is not a checkpoint: a file is missing, not JSON, or lacks a key. The message names both."""
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """What clients may ask of a model.
+
+    `names[0]` is the served name, the rest are aliases. `context_tokens` bounds prompt plus output.
+    `thinking_default` holds where a request does not say. `has_vision` is True only if the weights hold a vision tower.
+    """
+
+    names: tuple[str, ...]
+    context_tokens: int
+    tokenizer_path: Path
+    eos_token: int
+    thinking_default: bool = True
+    has_vision: bool = False
+    created_s: int = 0
+
+    @property
+    def name(self) -> str:
+        """The served name."""
+        return self.names[0]
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> ModelCard:
+        """Read config.json, shoal.json (optional) and the tensor names. Raises CardError.
+
+        shoal.json may hold `model`, `aliases`, `thinking_default` and `context_tokens` (which can only lower the
+        limit of config.json). Without it the served name is the folder's.
+        """
+        path = Path(folder)
+        if not path.is_dir():
+            raise CardError(f"{folder} is not a folder; download the checkpoint and give the folder that holds config.json")
+        config = _read(path / "config.json")
+        ours = _read(path / "shoal.json") if (path / "shoal.json").exists() else {}
+        tokenizer = path / "tokenizer.json"
+        if not tokenizer.is_file():
+            raise CardError(f"{tokenizer}: not found")
+        text = config.get("text_config", config)
+        context = _integer(text, "max_position_embeddings", path)
+        name = str(ours.get("model", path.resolve().name))
+        aliases = [str(alias) for alias in ours.get("aliases", [])]
+        return cls(
+            names=tuple(dict.fromkeys([name, *aliases])),
+            context_tokens=min(context, int(ours.get("context_tokens", context))),
+            tokenizer_path=tokenizer,
+            eos_token=_integer(config if "eos_token_id" in config else text, "eos_token_id", path),
+            thinking_default=bool(ours.get("thinking_default", True)),
+            has_vision=any(name.startswith("vision.") for name in _tensor_names(path)),
+            created_s=int((path / "config.json").stat().st_mtime),
+        )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise CardError(f"{path}: not found") from None
+    except ValueError as error:
+        raise CardError(f"{path}: not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise CardError(f"{path}: not a JSON object")
+    return value
+
+
+def _integer(values: dict[str, Any], key: str, folder: Path) -> int:
+    value = values.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise CardError(f"{folder / 'config.json'}: {key} is missing or not a number")
+    return value
+
+
+def _tensor_names(folder: Path) -> list[str]:
+    """The names in the index, or in the headers of the safetensors files (eight bytes of length, then JSON)."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        return list(_read(index).get("weight_map", {}))
+    names: list[str] = []
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            names.extend(json.loads(file.read(length)))
+    return names
