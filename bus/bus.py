@@ -25,6 +25,9 @@ from schemas.message import Message
 M = TypeVar("M", bound=Message)
 R = TypeVar("R")
 
+OnFate = Callable[[bool], None]
+"""What became of a message: True, its receiver answered; False, nobody listens there."""
+
 DEADLINE_HEADER = "Shoal-Deadline-Ns"
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -146,7 +149,7 @@ class Bus:
         self._waiting: dict[str, Callable[[Delivery], None]] = {}
         self._tokens = itertools.count(1)
         self._unsubscribe: Callable[[], Any] | None = None
-        self._missing: dict[tuple[str, Callable[[], None]], str] = {}
+        self._watched: dict[tuple[str, OnFate], str] = {}
 
     async def open(self) -> None:
         """Start listening on the inbox."""
@@ -159,18 +162,15 @@ class Bus:
             await stop()
         await self.wire.close()
 
-    async def tell(
-        self, address: Address[M, Any], message: M, *, if_missing: Callable[[], None] | None = None
-    ) -> None:
-        """Send and forget: at most once.
+    async def tell(self, address: Address[M, Any], message: M, *, on_fate: OnFate | None = None) -> None:
+        """Send and forget: at most once. Raises `BusError(too_large)`.
 
-        `if_missing` is called, later and once per tell at most, if nobody listens there. Raises `BusError(too_large)`.
+        `on_fate` is called later with True each time the receiver answers (a receipt), with False once if nobody
+        listens there. Pass the same callable for all messages to one address; `forget` it when the conversation ends.
         """
         body = self._pack(address, message, 0)
-        if if_missing is None:
-            await self.wire.publish(address.name, body)
-        else:
-            await self.wire.publish(address.name, body, reply=self._watch(address.name, if_missing))
+        reply = "" if on_fate is None else self._watch(address.name, on_fate)
+        await self.wire.publish(address.name, body, reply=reply)
 
     async def ask(self, address: Address[M, R], message: M, *, timeout_s: float) -> R:
         """Send, and wait for the answer.
@@ -212,10 +212,9 @@ class Bus:
             body = _encode(Failure(code=Code.TOO_LARGE, message=f"the answer has {len(body)} bytes"))
         await self.wire.publish(reply_to, body)
 
-    async def publish(self, subject: str, body: bytes, *, if_missing: Callable[[], None] | None = None) -> None:
-        """Raw bytes to a public subject (an inbox of a client)."""
-        reply = "" if if_missing is None else self._watch(subject, if_missing)
-        await self.wire.publish(subject, body, reply=reply)
+    async def publish(self, subject: str, body: bytes, *, on_fate: OnFate | None = None) -> None:
+        """Raw bytes to a public subject (an inbox of a client). `on_fate` as for `tell`."""
+        await self.wire.publish(subject, body, reply="" if on_fate is None else self._watch(subject, on_fate))
 
     def _pack(self, address: Address[M, Any], message: M, num_header_bytes: int) -> bytes:
         body = _encode(message)
@@ -228,27 +227,24 @@ class Bus:
             )
         return body
 
-    def _watch(self, subject: str, if_missing: Callable[[], None]) -> str:
-        """A reply subject that turns the broker's no-responders answer into a call of `if_missing`.
-
-        Nothing but the broker answers there, so one entry per (subject, callback) is kept until it fires or `forget`.
-        """
-        key = (subject, if_missing)
-        token = self._missing.get(key)
+    def _watch(self, subject: str, on_fate: OnFate) -> str:
+        """A reply subject for all messages of one sender to one subject: its answers become calls of `on_fate`."""
+        key = (subject, on_fate)
+        token = self._watched.get(key)
         if token is None:
-            token = self._missing[key] = str(next(self._tokens))
+            token = self._watched[key] = str(next(self._tokens))
 
             def on_answer(delivery: Delivery) -> None:
-                if delivery.is_missing and self._missing.pop(key, None) is not None:
-                    self._waiting.pop(token, None)
-                    if_missing()
+                if delivery.is_missing:
+                    self.forget(subject, on_fate)
+                on_fate(not delivery.is_missing)
 
             self._waiting[token] = on_answer
         return f"{self.wire.inbox}.{token}"
 
-    def forget(self, subject: str, if_missing: Callable[[], None]) -> None:
-        """Stop watching a subject given to tell or publish with this `if_missing`. Idempotent."""
-        token = self._missing.pop((subject, if_missing), None)
+    def forget(self, subject: str, on_fate: OnFate) -> None:
+        """Stop watching a subject given to tell or publish with this `on_fate`. Idempotent."""
+        token = self._watched.pop((subject, on_fate), None)
         if token is not None:
             self._waiting.pop(token, None)
 

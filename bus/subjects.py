@@ -14,7 +14,7 @@ from schemas.api import Answer, Call, Called, Protocol, StreamBatch
 from schemas.handover import Claim, Claimed, ClaimRefused, Dispatch, Dispatched, HandedOver, HandOver, Refused
 from schemas.liveness import Ping, Pong, ProcessExited
 from schemas.message import Message, Role
-from schemas.request import Cancel, CancelAcknowledged, Resend, Submit, Submitted, TokensEmitted
+from schemas.request import Cancel, CancelAcknowledged, Resend, Submit, Submitted, Taken, TokensEmitted
 from schemas.routing import LoadReported, Release, ReportLoad, Route, Routed
 
 M = TypeVar("M", bound=Message)
@@ -69,14 +69,14 @@ CALL: Subject[Call, Called | Answer] = Subject(
     Role.RECIPE, "call", Call, Called | Answer, MAX_PUBLIC_BYTES - HEADROOM_BYTES
 )
 RECIPE_CANCEL: Subject[Cancel, CancelAcknowledged] = Subject(Role.RECIPE, "cancel", Cancel, CancelAcknowledged)
-RECIPE_TOKENS: Subject[TokensEmitted, None] = Subject(Role.RECIPE, "tokens", TokensEmitted)
-STREAM: Subject[StreamBatch, None] = Subject(Role.GATEWAY, "stream", StreamBatch)
+RECIPE_TOKENS: Subject[TokensEmitted, Taken] = Subject(Role.RECIPE, "tokens", TokensEmitted, Taken)
+STREAM: Subject[StreamBatch, Taken] = Subject(Role.GATEWAY, "stream", StreamBatch, Taken)
 
 # Entrypoint
 SUBMIT: Subject[Submit, Submitted] = Subject(Role.ENTRYPOINT, "submit", Submit, Submitted)
 CANCEL: Subject[Cancel, CancelAcknowledged] = Subject(Role.ENTRYPOINT, "cancel", Cancel, CancelAcknowledged)
 CLAIM: Subject[Claim, Claimed | ClaimRefused] = Subject(Role.ENTRYPOINT, "claim", Claim, Claimed | ClaimRefused)
-TOKENS: Subject[TokensEmitted, None] = Subject(Role.ENTRYPOINT, "tokens", TokensEmitted)
+TOKENS: Subject[TokensEmitted, Taken] = Subject(Role.ENTRYPOINT, "tokens", TokensEmitted, Taken)
 RESEND: Subject[Resend, TokensEmitted] = Subject(Role.ENTRYPOINT, "resend", Resend, TokensEmitted)
 
 # Balancers

@@ -91,15 +91,21 @@ class TokensEmitted(Message, frozen=True):
     ends: list[tuple[int, End]] = []
 
 
+class Taken(Message, frozen=True):
+    """The receipt for a batch of tokens or events: its receiver has dealt with it, and can take another."""
+
+
 class Resend(Message, frozen=True):
     """Answer with all tokens from these indexes on (gap repair), and with the end if there was one.
 
     Also the probe for lost events and lost owners: a request the receiver does not know is answered with
-    `Failed(worker_lost)` as its end. The answer is one `TokensEmitted` with one entry per request asked for.
+    `Failed(worker_lost)` as its end, under the epoch asked with. The answer is one `TokensEmitted`; what did not fit
+    is left out, and can be asked for again.
     """
 
     request_ids: list[str]
     first_indexes: list[int]
+    epochs: list[int]
 
 
 class CancelReason(StrEnum):

@@ -1,0 +1,343 @@
+"""The entrypoint shard: owns its requests from submit to their one terminal event, and alone issues epochs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec import structs
+from opentelemetry import trace
+from opentelemetry.trace import Span, StatusCode
+
+from actors.entrypoint.request import Owner, Request, Verdict
+from actors.entrypoint.shard import Shard
+from actors.rules.outbox import Outbox
+from bus.actor import Actor, Envelope, Handler
+from bus.bulk import Bulk
+from bus.bus import Bus, BusError, OnFate, fail
+from bus.subjects import (
+    CANCEL,
+    CANCEL_DECODE,
+    CANCEL_PREFILL,
+    CLAIM,
+    DISPATCH,
+    EXITED,
+    RECIPE_TOKENS,
+    RELEASE_PREFILL,
+    RESEND,
+    RESEND_DECODE,
+    RESEND_PREFILL,
+    ROUTE_PREFILL,
+    SUBMIT,
+    TOKENS,
+    Address,
+    Subject,
+)
+from schemas.failure import Code, Failure
+from schemas.handover import Claim, Claimed, ClaimRefused, Dispatch, Refused
+from schemas.liveness import ProcessExited
+from schemas.message import Role
+from schemas.request import (
+    Cancel,
+    CancelAcknowledged,
+    Cancelled,
+    CancelReason,
+    End,
+    Failed,
+    Finished,
+    FinishReason,
+    Resend,
+    Submit,
+    Submitted,
+    Taken,
+    TokensEmitted,
+)
+from schemas.routing import LoadReported, Release, Route, Routed
+
+tracer = trace.get_tracer("shoal")
+
+ROUTE_PATIENCE_S = 20.0
+"""How long a request waits for a replica to appear or to have room: a worker restarts within this time."""
+
+ROUTE_PAUSE_S = 0.25
+ASK_S = 5.0
+WATCH_S = 1.0
+MAX_STRIKES = 3
+"""So many probes in a row without an answer, and an owner counts as lost (a stopped process keeps its socket)."""
+
+
+class Entrypoint(Actor):
+    """See `shard.py` and `request.py` for the decisions; here is only who is asked and told."""
+
+    role = Role.ENTRYPOINT
+
+    def __init__(self, id: str, bus: Bus, bulk: Bulk) -> None:
+        super().__init__(id, bus)
+        self.shard = Shard(id)
+        self._bulk = bulk
+        self._outbox = Outbox(f"{self.role}/{id}")
+        self._fates: dict[str, OnFate] = {}
+        self._spans: dict[str, Span] = {}
+        self._strikes: dict[Owner, int] = {}
+        self._repairing: set[str] = set()
+
+    def handlers(self) -> Mapping[Subject[Any, Any], Handler]:
+        return {
+            SUBMIT: self._on_submit,
+            CANCEL: self._on_cancel,
+            CLAIM: self._on_claim,
+            TOKENS: self._on_tokens,
+            RESEND: self._on_resend,
+        }
+
+    def events(self) -> Mapping[Address[Any, Any], Handler]:
+        return {EXITED.all(): self._on_exited}
+
+    async def on_start(self) -> None:
+        self.spawn(self._watch())
+
+    async def on_stop(self) -> None:
+        stopping = Failed(failure=Failure(code=Code.SHUTTING_DOWN, message="the system is stopping"))
+        for request in list(self.shard.live()):
+            self._end(request, stopping)
+        await self.flush()
+
+    def load(self) -> LoadReported:
+        return structs.replace(super().load(), num_running=self.shard.num_live)
+
+    async def flush(self) -> None:
+        for recipe, message in self._outbox.take(self._now_s()):
+            await self.bus.tell(RECIPE_TOKENS.at(recipe), message, on_fate=self._on_fate(recipe))
+
+    # From recipe
+
+    async def _on_submit(self, submit: Submit, envelope: Envelope) -> Submitted:
+        if self.is_draining:
+            raise fail(Code.SHUTTING_DOWN, f"entrypoint {self.id} takes no new requests")
+        request = self.shard.submit(submit, self._now_s())
+        if request is None:
+            raise fail(Code.DUPLICATE_REQUEST, f"a request with the id {submit.request_id} is running")
+        span = tracer.start_span("entrypoint", context=envelope.context)
+        span.set_attribute("shoal.request.id", request.id)
+        span.set_attribute("gen_ai.usage.input_tokens", submit.num_prompt_tokens)
+        self._spans[request.id] = span
+        self.spawn(self._place(request, span))
+        return Submitted(shard=self.id)
+
+    async def _on_cancel(self, cancel: Cancel, envelope: Envelope) -> CancelAcknowledged | None:
+        request = self.shard.get(cancel.request_id)
+        if request is None or request.end is not None:
+            return CancelAcknowledged(request_id=cancel.request_id, was_running=False)
+        end: End = Cancelled()
+        if cancel.reason is CancelReason.STOP_SEQUENCE:
+            end = Finished(reason=FinishReason.STOP)
+        self._end(request, end)
+        self.spawn(self._cancel(request, envelope))
+        return None
+
+    async def _on_resend(self, resend: Resend, envelope: Envelope) -> TokensEmitted:
+        return self.shard.resend(resend)
+
+    # From prefill and decode
+
+    async def _on_claim(self, claim: Claim, envelope: Envelope) -> Claimed | ClaimRefused:
+        request = self.shard.get(claim.request_id)
+        if request is None:
+            return ClaimRefused(reason=f"entrypoint {self.id} does not know this request")
+        return request.claim(claim.from_epoch, claim.replica, self._now_s())
+
+    async def _on_tokens(self, emitted: TokensEmitted, envelope: Envelope) -> Taken:
+        ends = dict(emitted.ends)
+        now_s, start = self._now_s(), 0
+        for i, request_id in enumerate(emitted.request_ids):
+            stop = start + emitted.counts[i]
+            tokens, start = emitted.tokens[start:stop], stop
+            request = self.shard.get(request_id)
+            if request is None:
+                role, _, replica = emitted.source.partition("/")
+                self.spawn(self._cancel_at(Owner(Role(role), replica), request_id))
+                continue
+            known, first = len(request.tokens), emitted.first_indexes[i]
+            verdict = self.shard.accept(request, emitted.epochs[i], first, tokens, ends.get(i), now_s)
+            if verdict is Verdict.NEWS:
+                recipe, news = request.submit.recipe, request.tokens[known:]
+                self._outbox.add(recipe, request.id, request.epoch, known, news, request.end)
+                if request.end is not None:
+                    self._close_span(request)
+            elif verdict is Verdict.GAP and request_id not in self._repairing:
+                assert request.owner is not None  # a current epoch has an owner
+                self._repairing.add(request_id)
+                self.spawn(self._probe(request.owner, [request]))
+        return Taken()
+
+    async def _on_exited(self, exited: ProcessExited, envelope: Envelope) -> None:
+        for member in exited.members:
+            role, _, id = member.partition("/")
+            if role in (Role.PREFILL, Role.DECODE):
+                self._lose(Owner(Role(role), id), f"the process {exited.name} ended")
+
+    # Placing
+
+    async def _place(self, request: Request, span: Span) -> None:
+        """Route and dispatch until a prefill replica has the request, it ended, or patience did."""
+        with trace.use_span(span):
+            try:
+                request.prompt = await self._bulk.unwrap(request.submit.prompt)
+                await self._route_and_dispatch(request)
+            except BusError as error:
+                self._end(request, Failed(failure=error.failure))
+        if request.end is not None and request.owner is not None:
+            await self._cancel_at(request.owner, request.id)
+
+    async def _route_and_dispatch(self, request: Request) -> None:
+        give_up_s = self._now_s() + ROUTE_PATIENCE_S
+        excluded: list[str] = []
+        while request.end is None:
+            route = Route(request_id=request.id, num_new=request.submit.num_prompt_tokens, excluded=excluded)
+            try:
+                routed = await self.bus.ask(ROUTE_PREFILL.any(), route, timeout_s=ASK_S)
+            except BusError:
+                if self._now_s() > give_up_s:
+                    raise
+                excluded = []
+                await asyncio.sleep(ROUTE_PAUSE_S)
+                continue
+            refusal = await self._dispatch(request, routed)
+            if refusal is None:
+                return
+            request.refused()
+            await self.bus.tell(RELEASE_PREFILL.at(routed.balancer), Release(reservation=routed.reservation))
+            excluded = [*excluded, routed.replica]
+
+    async def _dispatch(self, request: Request, routed: Routed) -> str | None:
+        """Give the request to a replica. None when it took it, else why not; raises BusError when none ever can."""
+        if request.end is not None:
+            return "the request has ended"
+        dispatch = Dispatch(
+            request_id=request.id,
+            entrypoint=self.id,
+            epoch=request.dispatch(routed.replica, self._now_s()),
+            reservation=routed.reservation,
+            balancer=routed.balancer,
+            prompt=await self._bulk.wrap(request.prompt),
+            num_prompt_tokens=request.submit.num_prompt_tokens,
+            sampling=request.submit.sampling,
+            limits=request.submit.limits,
+        )
+        try:
+            answer = await self.bus.ask(DISPATCH.at(routed.replica), dispatch, timeout_s=ASK_S)
+        except BusError as error:
+            return str(error)
+        if isinstance(answer, Refused):
+            if answer.is_final:
+                raise fail(Code.CONTEXT_LENGTH, answer.reason)
+            return answer.reason
+        return None
+
+    # Ending
+
+    def _end(self, request: Request, end: End) -> None:
+        if self.shard.finish(request, end, self._now_s()):
+            self._outbox.add(request.submit.recipe, request.id, request.epoch, len(request.tokens), [], end)
+            self._close_span(request)
+            self.wake()
+
+    def _lose(self, owner: Owner, why: str) -> None:
+        self._strikes.pop(owner, None)
+        for request in [request for request in self.shard.live() if request.owner == owner]:
+            message = f"{owner.role} replica {owner.replica} was lost: {why}"
+            self._end(request, Failed(failure=Failure(code=Code.WORKER_LOST, message=message)))
+
+    async def _cancel(self, request: Request, envelope: Envelope) -> None:
+        """Reach the owner, then acknowledge to whoever asked."""
+        if request.owner is not None:
+            await self._cancel_at(request.owner, request.id)
+        await envelope.answer(CancelAcknowledged(request_id=request.id, was_running=True))
+
+    async def _cancel_at(self, owner: Owner, request_id: str) -> None:
+        subject = CANCEL_PREFILL if owner.role is Role.PREFILL else CANCEL_DECODE
+        for _ in range(MAX_STRIKES):
+            try:
+                await self.bus.ask(subject.at(owner.replica), Cancel(request_id=request_id), timeout_s=ASK_S)
+                return
+            except BusError as error:
+                if error.code is not Code.DEADLINE_EXCEEDED:
+                    return  # it is gone, and the state with it
+
+    # Watching
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(WATCH_S)
+            now_s = self._now_s()
+            for request in self.shard.overdue(self.bus.seams.clock_ns()):
+                failure = Failure(code=Code.DEADLINE_EXCEEDED, message="the deadline of the request has passed")
+                self._end(request, Failed(failure=failure))
+                if request.owner is not None:
+                    self.spawn(self._cancel_at(request.owner, request.id))
+            for owner, requests in self.shard.silent(now_s).items():
+                for request in requests:
+                    request.heard_s = now_s  # asked now; not again before the next silence
+                self.spawn(self._probe(owner, requests))
+            self.shard.forget_old(now_s)
+            self.wake()  # a window whose receipts were lost opens by time
+
+    async def _probe(self, owner: Owner, requests: list[Request]) -> None:
+        """Ask an owner for what was missed of these requests; find out whether it still is there."""
+        subject = RESEND_PREFILL if owner.role is Role.PREFILL else RESEND_DECODE
+        resend = Resend(
+            request_ids=[request.id for request in requests],
+            first_indexes=[len(request.tokens) for request in requests],
+            epochs=[request.epoch for request in requests],
+        )
+        try:
+            emitted = await self.bus.ask(subject.at(owner.replica), resend, timeout_s=ASK_S)
+        except BusError as error:
+            self._strikes[owner] = self._strikes.get(owner, 0) + 1
+            if error.code is Code.NO_RESPONDERS or self._strikes[owner] >= MAX_STRIKES:
+                self._lose(owner, error.failure.message)
+            return
+        finally:
+            self._repairing.difference_update(resend.request_ids)
+        self._strikes.pop(owner, None)
+        await self.bus.tell(TOKENS.at(self.id), emitted)
+
+    # Small things
+
+    def _now_s(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def _close_span(self, request: Request) -> None:
+        span = self._spans.pop(request.id, None)
+        if span is None:
+            return
+        span.set_attribute("gen_ai.usage.output_tokens", len(request.tokens))
+        if isinstance(request.end, Finished):
+            span.set_attribute("gen_ai.response.finish_reasons", [request.end.reason])
+        elif isinstance(request.end, Failed):
+            span.set_attribute("error.type", request.end.failure.code)
+            span.set_status(StatusCode.ERROR, request.end.failure.message)
+        span.end()
+
+    def _on_fate(self, recipe: str) -> OnFate:
+        """A receipt opens the window to a recipe. Nobody there: its clients are gone with it."""
+        if recipe not in self._fates:
+
+            def on_fate(was_taken: bool) -> None:
+                if was_taken:
+                    self._outbox.taken(recipe, self._now_s())
+                    self.wake()
+                else:
+                    self._fates.pop(recipe, None)
+                    self._abandon(recipe)
+
+            self._fates[recipe] = on_fate
+        return self._fates[recipe]
+
+    def _abandon(self, recipe: str) -> None:
+        for request in [request for request in self.shard.live() if request.submit.recipe == recipe]:
+            self._end(request, Cancelled())
+            if request.owner is not None:
+                self.spawn(self._cancel_at(request.owner, request.id))
+        self._outbox.drop(recipe)

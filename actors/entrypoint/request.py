@@ -1,0 +1,102 @@
+"""One request as its entrypoint shard sees it: who owns it, what it emitted, and its one end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from schemas.handover import Claimed, ClaimRefused
+from schemas.message import Role
+from schemas.request import End, Submit
+
+
+class Verdict(Enum):
+    """What became of a batch of tokens: NEWS was taken, STALE was seen before or is not the owner's, GAP is missing
+    something before it."""
+
+    NEWS = "news"
+    STALE = "stale"
+    GAP = "gap"
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Where the state of a request is."""
+
+    role: Role
+    replica: str
+
+
+@dataclass(slots=True)
+class Request:
+    """The state machine: waiting → dispatched to prefill → claimed by decode → ended.
+
+    The shard alone issues epochs: each change of owner gets the next one, and tokens count only under the current one.
+    Times are seconds of the caller's clock.
+    """
+
+    submit: Submit
+    heard_s: float
+    prompt: bytes = b""
+    epoch: int = 0
+    owner: Owner | None = None
+    tokens: list[int] = field(default_factory=list)
+    end: End | None = None
+    ended_s: float = 0.0
+
+    @property
+    def id(self) -> str:
+        return self.submit.request_id
+
+    def dispatch(self, replica: str, now_s: float) -> int:
+        """A prefill replica is about to be given the request. The epoch it holds it under."""
+        self.epoch += 1
+        self.owner = Owner(Role.PREFILL, replica)
+        self.heard_s = now_s
+        return self.epoch
+
+    def refused(self) -> None:
+        """The replica did not take it (or did not say): whatever it does under that epoch no longer counts."""
+        self.epoch += 1
+        self.owner = None
+
+    def claim(self, from_epoch: int, replica: str, now_s: float) -> Claimed | ClaimRefused:
+        """A decode replica has the state. The first claim from the current epoch wins; a repeated one is confirmed."""
+        if self.end is not None:
+            return ClaimRefused(reason="the request has ended")
+        if from_epoch == self.epoch - 1 and self.owner == Owner(Role.DECODE, replica):
+            return Claimed(epoch=self.epoch)
+        if from_epoch != self.epoch:
+            return ClaimRefused(reason=f"epoch {from_epoch} is over, {self.epoch} is current")
+        self.epoch += 1
+        self.owner = Owner(Role.DECODE, replica)
+        self.heard_s = now_s
+        return Claimed(epoch=self.epoch)
+
+    def accept(self, epoch: int, first_index: int, tokens: Sequence[int], end: End | None, now_s: float) -> Verdict:
+        """Tokens (and perhaps the end) from whoever says to own the request.
+
+        Taken are only those of the current epoch, each index once. After a GAP nothing was taken: ask for a resend.
+        """
+        if self.end is not None or epoch != self.epoch:
+            return Verdict.STALE
+        self.heard_s = now_s
+        if first_index > len(self.tokens):
+            return Verdict.GAP
+        fresh = tokens[len(self.tokens) - first_index :]
+        if not fresh and end is None:
+            return Verdict.STALE
+        self.tokens.extend(fresh)
+        if end is not None:
+            self.finish(end, now_s)
+        return Verdict.NEWS
+
+    def finish(self, end: End, now_s: float) -> bool:
+        """End the request. False, and nothing changes, if it has ended before."""
+        if self.end is not None:
+            return False
+        self.end = end
+        self.ended_s = now_s
+        self.prompt = b""
+        return True

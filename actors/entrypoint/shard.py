@@ -1,0 +1,83 @@
+"""All requests of one entrypoint shard: look-ups, what is silent for too long, what may be forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from actors.entrypoint.request import Owner, Request, Verdict
+from actors.rules.emission import Held, resend_answer
+from schemas.request import End, Resend, Submit, TokensEmitted
+
+RETENTION_S = 30.0
+"""How long an ended request can still be asked for (the recipe may have missed the end)."""
+
+SILENCE_S = 2.0
+"""An owner that says nothing of a request for so long is asked."""
+
+
+class Shard:
+    """Owner of its requests, live and lately ended. Times are seconds of the caller's clock."""
+
+    def __init__(self, id: str) -> None:
+        self.id = id
+        self._requests: dict[str, Request] = {}
+        self.num_live = 0
+
+    def submit(self, submit: Submit, now_s: float) -> Request | None:
+        """A new request; None if one with its id is live."""
+        known = self._requests.get(submit.request_id)
+        if known is not None and known.end is None:
+            return None
+        request = Request(submit, heard_s=now_s)
+        self._requests[request.id] = request
+        self.num_live += 1
+        return request
+
+    def get(self, request_id: str) -> Request | None:
+        return self._requests.get(request_id)
+
+    def live(self) -> Iterator[Request]:
+        """Requests that have not ended. Do not end any while iterating."""
+        return (request for request in self._requests.values() if request.end is None)
+
+    def finish(self, request: Request, end: End, now_s: float) -> bool:
+        """End a request; False if it has ended before."""
+        is_first = request.finish(end, now_s)
+        self.num_live -= is_first
+        return is_first
+
+    def silent(self, now_s: float) -> dict[Owner, list[Request]]:
+        """Live requests with an owner that was not heard of for SILENCE_S, by owner."""
+        by_owner: dict[Owner, list[Request]] = {}
+        for request in self.live():
+            if request.owner is not None and now_s - request.heard_s > SILENCE_S:
+                by_owner.setdefault(request.owner, []).append(request)
+        return by_owner
+
+    def overdue(self, now_ns: int) -> list[Request]:
+        """Live requests past their deadline (unix time)."""
+        return [r for r in self.live() if 0 < r.submit.limits.deadline_ns < now_ns]
+
+    def forget_old(self, now_s: float) -> None:
+        """Drop what ended more than RETENTION_S ago."""
+        old = [id for id, r in self._requests.items() if r.end is not None and now_s - r.ended_s > RETENTION_S]
+        for id in old:
+            del self._requests[id]
+
+    def accept(
+        self, request: Request, epoch: int, first_index: int, tokens: Sequence[int], end: End | None, now_s: float
+    ) -> Verdict:
+        """Tokens for a request; see `Request.accept`."""
+        was_live = request.end is None
+        verdict = request.accept(epoch, first_index, tokens, end, now_s)
+        self.num_live -= was_live and request.end is not None
+        return verdict
+
+    def resend(self, resend: Resend) -> TokensEmitted:
+        """What a recipe missed."""
+
+        def find(request_id: str) -> Held | None:
+            request = self._requests.get(request_id)
+            return None if request is None else (request.epoch, request.tokens, request.end)
+
+        return resend_answer(f"entrypoint/{self.id}", resend, find)

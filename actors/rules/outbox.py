@@ -1,0 +1,64 @@
+"""Tokens on their way to one destination: gathered while its window is shut, sent in few messages when it opens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from actors.rules.emission import Emission
+from actors.rules.window import Window
+from schemas.request import End, TokensEmitted
+
+BACKLOG_TOKENS = 4096
+"""A sender that can slow down should, when so many tokens wait for one destination."""
+
+
+class Outbox:
+    """Emissions of one sender by destination, each behind its window. Times are seconds of the caller's clock."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._emissions: dict[str, Emission] = {}
+        self._windows: dict[str, Window] = {}
+        self._num_waiting: dict[str, int] = {}
+
+    def add(
+        self,
+        destination: str,
+        request_id: str,
+        epoch: int,
+        first_index: int,
+        tokens: Sequence[int],
+        end: End | None = None,
+    ) -> None:
+        """Tokens of a request for a destination, and its end if these were the last."""
+        if destination not in self._emissions:
+            self._emissions[destination] = Emission(self._source)
+            self._windows.setdefault(destination, Window())
+        self._emissions[destination].add(request_id, epoch, first_index, tokens, end)
+        self._num_waiting[destination] = self._num_waiting.get(destination, 0) + 1 + len(tokens)
+
+    def take(self, now_s: float) -> list[tuple[str, TokensEmitted]]:
+        """(destination, message) to send now; what is behind a shut window stays."""
+        ready = [d for d in self._emissions if self._windows[d].may_send(now_s)]
+        messages = []
+        for destination in ready:
+            del self._num_waiting[destination]
+            for message in self._emissions.pop(destination).take():
+                self._windows[destination].sent(now_s)
+                messages.append((destination, message))
+        return messages
+
+    def taken(self, destination: str, now_s: float) -> None:
+        """A receipt came in: more may be sent there."""
+        if destination in self._windows:
+            self._windows[destination].taken(now_s)
+
+    def drop(self, destination: str) -> None:
+        """The destination is gone, and what waits for it is of no use. Idempotent."""
+        self._emissions.pop(destination, None)
+        self._windows.pop(destination, None)
+        self._num_waiting.pop(destination, None)
+
+    def is_backlogged(self, destination: str) -> bool:
+        """So much waits that a sender who can slow down should."""
+        return self._num_waiting.get(destination, 0) > BACKLOG_TOKENS

@@ -1,0 +1,34 @@
+"""Back-pressure on a lossy road: how many batches may be under way to one destination."""
+
+from __future__ import annotations
+
+LIMIT = 16
+"""Batches under way without a receipt. Enough to hide a round trip, few enough for any mailbox."""
+
+SILENCE_S = 2.0
+"""Receipts can be lost: after so long without one the window opens again."""
+
+
+class Window:
+    """Counts batches sent and receipts got, for one destination. Times are seconds of the caller's clock."""
+
+    def __init__(self) -> None:
+        self._num_under_way = 0
+        self._heard_s = 0.0
+
+    def may_send(self, now_s: float) -> bool:
+        """Is there room for another batch?"""
+        if self._num_under_way >= LIMIT and now_s - self._heard_s > SILENCE_S:
+            self._num_under_way = 0
+        return self._num_under_way < LIMIT
+
+    def sent(self, now_s: float) -> None:
+        """A batch went out."""
+        if self._num_under_way == 0:
+            self._heard_s = now_s
+        self._num_under_way += 1
+
+    def taken(self, now_s: float) -> None:
+        """A receipt came in."""
+        self._num_under_way = max(self._num_under_way - 1, 0)
+        self._heard_s = now_s
