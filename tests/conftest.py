@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import uvloop
 
+from bus.server import EmbeddedServer, ServerConfig
+
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
@@ -21,3 +23,13 @@ def run_async(request: pytest.FixtureRequest) -> Iterator[Run]:
     else:
         with asyncio.Runner(debug=True) as runner:
             yield runner.run
+
+
+@pytest.fixture(scope="session")
+def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerConfig]:
+    """A NATS server for the whole run, with two client users."""
+    config = ServerConfig.write(tmp_path_factory.mktemp("nats"), port=0, num_clients=2)
+    server = EmbeddedServer(config)
+    asyncio.run(server.start())
+    yield config
+    asyncio.run(server.stop())
