@@ -153,8 +153,7 @@ class Actor:
         if self._is_stopped:
             return
         self._is_stopped = True
-        for unsubscribe in self._unsubscribes:
-            await unsubscribe()
+        await asyncio.gather(*(unsubscribe() for unsubscribe in self._unsubscribes))
         tasks = [task for task in self._tasks if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()
@@ -222,8 +221,8 @@ class Actor:
             self.num_dropped += 1
             self._refuse(delivery, Failure(code=Code.OVERLOADED, message=f"{self.role} {self.id}: mailbox is full"))
             return
-        deadline = (delivery.headers or {}).get(DEADLINE_HEADER)
-        if deadline is not None and int(deadline) < self.bus.seams.clock_ns():
+        deadline = (delivery.headers or {}).get(DEADLINE_HEADER, "")
+        if deadline.isdecimal() and int(deadline) < self.bus.seams.clock_ns():
             return  # the asker has given up already
         envelope = Envelope(message, delivery, self.bus, self._pending)
         if is_ask and delivery.reply:

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from nats import errors
 from nats.aio.client import Client, Server
 
-from bus.bus import Delivery, check_size, fail
+from bus.bus import BusError, Delivery, check_size, fail
 from bus.micro import Directory
 from schemas.failure import Code
 
@@ -27,6 +27,7 @@ RECONNECT_BUFFER_BYTES = 16 * 1024 * 1024
 """What is kept while the broker is away; more is dropped and counted."""
 
 FLUSH_TIMEOUT_S = 5.0
+UNSUBSCRIBE_TIMEOUT_S = 0.5
 CLOSE_TIMEOUT_S = 2.0
 MAX_RECONNECT_WAIT_S = 2.0
 
@@ -169,12 +170,20 @@ class NatsWire:
         client.listeners[subscription._id] = on_delivery
 
         async def unsubscribe() -> None:
-            if client.listeners.pop(subscription._id, None) is not None and not client.is_closed:
+            if subscription._id not in client.listeners:
+                return
+            try:
                 await subscription.unsubscribe()
+                if client.is_connected:
+                    await self.flush(timeout_s=UNSUBSCRIBE_TIMEOUT_S)
+            except (BusError, errors.Error) as error:
+                log.info("unsubscribing from %s: %s", subject, error)
+            finally:
+                client.listeners.pop(subscription._id, None)
 
         return unsubscribe
 
-    async def flush(self) -> None:
+    async def flush(self, *, timeout_s: float = FLUSH_TIMEOUT_S) -> None:
         """See `Wire.flush`. Raises `BusError(deadline_exceeded)` when the broker does not answer.
 
         A message to ourselves, because nats-py writes its PING ahead of commands that wait to be written.
@@ -184,7 +193,7 @@ class NatsWire:
         self._echoes[token] = echo
         try:
             await self._client.publish(f"{self.inbox}.flush.{token}")
-            async with asyncio.timeout(FLUSH_TIMEOUT_S):
+            async with asyncio.timeout(timeout_s):
                 await echo
         except (TimeoutError, errors.OutboundBufferLimitError):
             raise fail(Code.DEADLINE_EXCEEDED, "the broker does not answer") from None

@@ -54,7 +54,7 @@ class Wire(Protocol):
     Subjects are dot-separated; `*` matches one token, a final `>` one or more. Subscriptions with the same queue share
     deliveries. A publish with a reply to a subject without listeners is answered on the reply with `is_missing`.
     Deliveries from one publisher arrive in order. `on_delivery` must only enqueue: it is called on the loop, one at a
-    time, and must not raise.
+    time; what it raises is logged, and the next delivery comes all the same.
     """
 
     @property
@@ -76,7 +76,7 @@ class Wire(Protocol):
     async def subscribe(
         self, subject: str, on_delivery: Callable[[Delivery], None], *, queue: str = ""
     ) -> Callable[[], Any]:
-        """Start listening; the result, an async callable, stops it."""
+        """Start listening. The result, an async callable, stops it: what was sent before arrives until it returns."""
         ...
 
     async def flush(self) -> None:
@@ -182,25 +182,30 @@ class Bus:
         _propagator.inject(headers)
         body = self._pack(address, message, header_bytes(headers))
         loop = asyncio.get_running_loop()
-        answer: asyncio.Future[Delivery] = loop.create_future()
+        answer: asyncio.Future[Delivery | None] = loop.create_future()
         token = str(next(self._tokens))
 
-        def on_answer(delivery: Delivery) -> None:
+        def on_answer(delivery: Delivery | None) -> None:
             if not answer.done():
                 answer.set_result(delivery)
 
         self._waiting[token] = on_answer
+        # A timer on the answer, not a timeout() around both awaits: nats-py may swallow a cancellation in publish().
+        timer = loop.call_later(timeout_s, on_answer, None)
         try:
-            async with asyncio.timeout(timeout_s):
-                await self.wire.publish(address.name, body, reply=f"{self.wire.inbox}.{token}", headers=headers)
-                delivery = await answer
-        except TimeoutError:
-            raise fail(Code.DEADLINE_EXCEEDED, f"no answer from {address.name} within {timeout_s:g} s") from None
+            await self.wire.publish(address.name, body, reply=f"{self.wire.inbox}.{token}", headers=headers)
+            delivery = await answer
         finally:
+            timer.cancel()
             del self._waiting[token]
+        if delivery is None:
+            raise fail(Code.DEADLINE_EXCEEDED, f"no answer from {address.name} within {timeout_s:g} s")
         if delivery.is_missing:
             raise fail(Code.NO_RESPONDERS, f"nobody listens on {address.name}")
-        reply = decoder(address.subject.reply | Failure).decode(delivery.body)
+        try:
+            reply = decoder(address.subject.reply | Failure).decode(delivery.body)
+        except msgspec.MsgspecError as error:
+            raise fail(Code.INTERNAL, f"undecodable answer from {address.name}: {error}") from None
         if isinstance(reply, Failure):
             raise BusError(reply)
         return cast(R, reply)

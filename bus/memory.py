@@ -17,7 +17,7 @@ log = logging.getLogger("shoal.bus")
 
 
 class _Subscription:
-    """One listener. `is_open` turns False once; deliveries on their way then are dropped, as NATS drops them."""
+    """One listener. `is_open` turns False once; deliveries on their way then are dropped."""
 
     __slots__ = ("is_open", "on_delivery", "queue", "subject", "wire")
 
@@ -68,8 +68,7 @@ class MemoryBroker:
         node.subscriptions[subscription] = None
 
     def remove(self, subscription: _Subscription) -> None:
-        """Stop delivering to it, now. Idempotent."""
-        subscription.is_open = False
+        """Choose it no more. Idempotent."""
         path = [self._root]
         tokens = subscription.subject.split(".")
         for token in tokens:
@@ -164,8 +163,11 @@ class MemoryWire:
         subscription = _Subscription(self, subject, queue, on_delivery)
 
         async def unsubscribe() -> None:
-            self._subscriptions.pop(subscription, None)
-            self._broker.remove(subscription)
+            if subscription in self._subscriptions:
+                del self._subscriptions[subscription]
+                self._broker.remove(subscription)
+                await asyncio.sleep(0)  # what is on its way arrives
+                subscription.is_open = False
 
         if self._is_cut:
             return unsubscribe
@@ -193,6 +195,7 @@ class MemoryWire:
 
     def _end_subscriptions(self) -> None:
         for subscription in self._subscriptions:
+            subscription.is_open = False
             self._broker.remove(subscription)
         self._subscriptions.clear()
 
