@@ -1,0 +1,228 @@
+"""The decode replica: takes over computed requests and generates for all of them in one batch, step by step."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec import structs
+from opentelemetry import trace
+from opentelemetry.trace import Span
+
+from actors.decode.slots import Generation, Slots
+from actors.rules.outbox import Outbox
+from bus.actor import Actor, Envelope, Handler
+from bus.bulk import Bulk
+from bus.bus import Bus, BusError, OnFate
+from bus.subjects import CANCEL_DECODE, CLAIM, HAND_OVER, RELEASE_DECODE, RESEND_DECODE, TOKENS, Subject
+from kernels.engine import Admission, Engine, Sampling, StateError
+from schemas.failure import Code
+from schemas.handover import Claim, ClaimRefused, HandedOver, HandOver, Refused
+from schemas.message import Role
+from schemas.request import Cancel, CancelAcknowledged, Cancelled, Finished, Resend, TokensEmitted
+from schemas.routing import LoadReported, Release
+
+tracer = trace.get_tracer("shoal")
+
+PULL_S = 30.0
+CLAIM_S = 5.0
+CLAIM_ATTEMPTS = 3
+PAUSE_S = 0.5
+"""How long to wait for receipts when every entrypoint is behind."""
+
+
+class Decode(Actor):
+    """One task drives the engine: between steps requests arrive and leave, at each step all running ones advance."""
+
+    role = Role.DECODE
+
+    def __init__(self, id: str, bus: Bus, bulk: Bulk, engine: Engine) -> None:
+        super().__init__(id, bus)
+        self._bulk = bulk
+        self._engine = engine
+        self.slots = Slots(engine.info.num_slots)
+        self._arrivals: list[tuple[Generation, bytes, asyncio.Future[str]]] = []
+        self._outbox = Outbox(f"{self.role}/{id}")
+        self._fates: dict[str, OnFate] = {}
+        self._spans: dict[str, Span] = {}
+        self._in_engine: set[str] = set()
+        self._has_work = asyncio.Event()
+
+    def handlers(self) -> Mapping[Subject[Any, Any], Handler]:
+        return {HAND_OVER: self._on_hand_over, CANCEL_DECODE: self._on_cancel, RESEND_DECODE: self._on_resend}
+
+    async def on_start(self) -> None:
+        await self._engine.start()
+        self.spawn(self._step_loop())
+
+    async def on_stop(self) -> None:
+        await self._engine.close()
+        for span in self._spans.values():
+            span.end()
+
+    def load(self) -> LoadReported:
+        info = self._engine.info
+        return structs.replace(
+            super().load(),
+            num_running=len(self.slots.running()),
+            num_waiting=len(self.slots) - len(self.slots.running()),
+            num_tokens=self.slots.num_tokens,
+            capacity_requests=info.num_slots,
+            capacity_tokens=info.num_slots * info.max_tokens,
+            reservations=[generation.offer.reservation for generation in self.slots],
+        )
+
+    async def flush(self) -> None:
+        for entrypoint, message in self._outbox.take(self._now_s()):
+            await self.bus.tell(TOKENS.at(entrypoint), message, on_fate=self._on_fate(entrypoint))
+
+    # Arriving
+
+    async def _on_hand_over(self, offer: HandOver, envelope: Envelope) -> Refused | None:
+        info = self._engine.info
+        if offer.layout != info.layout:
+            return Refused(reason=f"the state has layout {offer.layout}, decode {self.id} understands {info.layout}")
+        generation = None if self.is_draining else self.slots.arrive(offer)
+        if generation is None:
+            return Refused(reason=f"decode {self.id} has no room, or holds this request already")
+        span = tracer.start_span("decode", context=envelope.context)
+        span.set_attribute("shoal.replica", self.id)
+        self._spans[offer.request_id] = span
+        self.spawn(self._take(generation, envelope, span))
+        return None
+
+    async def _take(self, generation: Generation, envelope: Envelope, span: Span) -> None:
+        """Pull the state, put it into the engine, claim the request; answer the source either way."""
+        refusal: Refused | None
+        with trace.use_span(span):
+            try:
+                refusal = await self._pull_and_claim(generation)
+            except BusError as error:
+                refusal = Refused(reason=str(error))
+        if refusal is not None:
+            generation.end = Cancelled()
+            self._has_work.set()
+        await envelope.answer(refusal or HandedOver())
+
+    async def _pull_and_claim(self, generation: Generation) -> Refused | None:
+        offer = generation.offer
+        state = await self._bulk.pull(offer.state, timeout_s=PULL_S)
+        restored: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._arrivals.append((generation, state, restored))
+        self._has_work.set()
+        if why_not := await restored:
+            return Refused(reason=why_not)
+        claim = Claim(request_id=offer.request_id, from_epoch=offer.epoch, replica=self.id)
+        for attempt in range(1, CLAIM_ATTEMPTS + 1):
+            try:
+                answer = await self.bus.ask(CLAIM.at(offer.entrypoint), claim, timeout_s=CLAIM_S)
+                break
+            except BusError as error:
+                if error.code is not Code.DEADLINE_EXCEEDED or attempt == CLAIM_ATTEMPTS:
+                    raise
+        if isinstance(answer, ClaimRefused):
+            return Refused(reason=answer.reason, is_final=True)
+        generation.epoch = answer.epoch
+        self._has_work.set()
+        return None
+
+    async def _restore_arrivals(self) -> None:
+        arrivals, self._arrivals = self._arrivals, []
+        for generation, state, restored in arrivals:
+            if generation.end is not None:
+                restored.set_result("the request was cancelled")
+                continue
+            offer, info = generation.offer, self._engine.info
+            sampling = Sampling(offer.sampling.temperature, offer.sampling.top_p, offer.sampling.seed)
+            num_tokens = min(offer.num_tokens + offer.limits.max_tokens, info.max_tokens)
+            if self._engine.admit(generation.id, num_tokens, sampling) is not Admission.OK:
+                restored.set_result(f"decode {self.id} has no room for {num_tokens} tokens")
+                continue
+            self._in_engine.add(generation.id)
+            try:
+                await self._engine.restore(generation.id, state)
+                restored.set_result("")
+            except StateError as error:
+                restored.set_result(str(error))
+
+    # Leaving
+
+    async def _on_cancel(self, cancel: Cancel, envelope: Envelope) -> CancelAcknowledged:
+        was_running = self.slots.cancel(cancel.request_id)
+        self._has_work.set()
+        return CancelAcknowledged(request_id=cancel.request_id, was_running=was_running)
+
+    async def _on_resend(self, resend: Resend, envelope: Envelope) -> TokensEmitted:
+        return self.slots.resend(f"{self.role}/{self.id}", resend)
+
+    async def _let_go(self, generation: Generation) -> None:
+        """Free what an ended request holds here. Only between steps."""
+        if generation.id in self._in_engine:
+            self._in_engine.discard(generation.id)
+            self._engine.free(generation.id)
+        self.slots.leave(generation, self._now_s())
+        span = self._spans.pop(generation.id, None)
+        if span is not None:
+            span.set_attribute("gen_ai.usage.output_tokens", len(generation.tokens))
+            if isinstance(generation.end, Finished):
+                span.set_attribute("gen_ai.response.finish_reasons", [generation.end.reason])
+            span.end()
+        release = Release(reservation=generation.offer.reservation)
+        await self.bus.tell(RELEASE_DECODE.at(generation.offer.balancer), release)
+
+    # Generating
+
+    async def _step_loop(self) -> None:
+        """The only caller of the engine."""
+        while True:
+            await self._has_work.wait()
+            for generation in self.slots:
+                if generation.end is not None:
+                    await self._let_go(generation)
+            await self._restore_arrivals()
+            running = self.slots.running()
+            batch = [g for g in running if not self._outbox.is_backlogged(g.offer.entrypoint)]
+            if batch:
+                await self._step(batch)
+            elif running:
+                await asyncio.sleep(PAUSE_S)
+            elif not self._arrivals and all(g.end is None for g in self.slots):
+                self._has_work.clear()
+            await self.flush()
+
+    async def _step(self, batch: list[Generation]) -> None:
+        info = self._engine.info
+        new = await self._engine.decode([generation.id for generation in batch])
+        for generation, tokens in zip(batch, new, strict=True):
+            if generation.end is not None:
+                continue  # cancelled while the step was running
+            first = len(generation.tokens)
+            emitted = generation.advance(tokens, info.eos_token, info.max_tokens)
+            self._outbox.add(
+                generation.offer.entrypoint, generation.id, generation.epoch, first, emitted, generation.end
+            )
+
+    # Small things
+
+    def _now_s(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def _on_fate(self, entrypoint: str) -> OnFate:
+        """A receipt opens the window to an entrypoint. Nobody there: its requests are gone with it."""
+        if entrypoint not in self._fates:
+
+            def on_fate(was_taken: bool) -> None:
+                if was_taken:
+                    self._outbox.taken(entrypoint, self._now_s())
+                    self.wake()
+                else:
+                    self._fates.pop(entrypoint, None)
+                    self._outbox.drop(entrypoint)
+                    for generation in self.slots:
+                        if generation.offer.entrypoint == entrypoint:
+                            self.slots.cancel(generation.id)
+                    self._has_work.set()
+
+            self._fates[entrypoint] = on_fate
+        return self._fates[entrypoint]

@@ -1,0 +1,109 @@
+"""The requests a decode replica generates for: what they emitted, when they end, what can still be asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from actors.rules.emission import Held, resend_answer
+from schemas.handover import HandOver
+from schemas.request import Cancelled, End, Finished, FinishReason, Resend, TokensEmitted
+
+RETENTION_S = 30.0
+"""How long an ended request can still be asked for (the entrypoint may have missed the end)."""
+
+
+@dataclass(slots=True, eq=False)
+class Generation:
+    """One request here. `epoch` is 0 until the entrypoint has confirmed the claim."""
+
+    offer: HandOver
+    epoch: int = 0
+    tokens: list[int] = field(default_factory=list)
+    end: End | None = None
+    ended_s: float = 0.0
+
+    @property
+    def id(self) -> str:
+        return self.offer.request_id
+
+    def advance(self, new: Sequence[int], eos_token: int, max_tokens: int) -> list[int]:
+        """Take one step's tokens. Those to emit: none from the end-of-sequence token on, none beyond a limit.
+
+        `max_tokens` is the engine's for prompt plus output; `limits.max_tokens` the request's own for its output.
+        """
+        room = min(self.offer.limits.max_tokens, max_tokens - self.offer.num_tokens) - len(self.tokens)
+        emitted: list[int] = []
+        for token in new:
+            if token == eos_token:
+                self.end = Finished(reason=FinishReason.STOP)
+                break
+            emitted.append(token)
+            if len(emitted) >= room:
+                self.end = Finished(reason=FinishReason.LENGTH)
+                break
+        self.tokens.extend(emitted)
+        return emitted
+
+
+class Slots:
+    """Arriving and running requests of one replica, and those that ended lately. Times are seconds."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._here: dict[str, Generation] = {}
+        self._ended: dict[str, Generation] = {}
+
+    def __len__(self) -> int:
+        return len(self._here)
+
+    def __iter__(self) -> Iterator[Generation]:
+        return iter(list(self._here.values()))
+
+    def get(self, request_id: str) -> Generation | None:
+        return self._here.get(request_id)
+
+    def arrive(self, offer: HandOver) -> Generation | None:
+        """Hold a slot for a request on offer. None when there is no room, or it is here already."""
+        if len(self._here) >= self.num_slots or offer.request_id in self._here:
+            return None
+        generation = Generation(offer)
+        self._here[generation.id] = generation
+        return generation
+
+    def running(self) -> list[Generation]:
+        """Those that are claimed and not ended, in order of arrival."""
+        return [g for g in self._here.values() if g.epoch > 0 and g.end is None]
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request at the next step's border. False if it is not here or has ended."""
+        generation = self._here.get(request_id)
+        if generation is None or generation.end is not None:
+            return False
+        generation.end = Cancelled()
+        return True
+
+    def leave(self, generation: Generation, now_s: float) -> None:
+        """It has ended, or was not to stay: its slot is free. Idempotent."""
+        if self._here.get(generation.id) is not generation:
+            return
+        del self._here[generation.id]
+        if generation.epoch > 0:
+            generation.ended_s = now_s
+            self._ended[generation.id] = generation
+        for old in [g for g in self._ended.values() if now_s - g.ended_s > RETENTION_S]:
+            del self._ended[old.id]
+
+    def resend(self, source: str, resend: Resend) -> TokensEmitted:
+        """What an entrypoint missed."""
+
+        def find(request_id: str) -> Held | None:
+            generation = self._here.get(request_id) or self._ended.get(request_id)
+            return None if generation is None else (generation.epoch, generation.tokens, generation.end)
+
+        return resend_answer(source, resend, find)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens held now."""
+        return sum(g.offer.num_tokens + len(g.tokens) for g in self._here.values())

@@ -1,0 +1,100 @@
+"""What a prefill replica computes next: first come, first served, in chunks, with a token budget a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kernels.engine import Admission, Chunk, Engine, Sampling, Tokens
+from schemas.handover import Dispatch
+
+CHUNK_GRAIN = 128
+"""Chunks of a cut prompt are multiples of this (the block size), so that blocks fill at step ends."""
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One dispatched request. `num_done` of its tokens are computed; `is_admitted` while it has an engine slot."""
+
+    dispatch: Dispatch
+    tokens: Tokens
+    num_done: int = 0
+    is_admitted: bool = False
+    is_cancelled: bool = False
+
+    @property
+    def id(self) -> str:
+        return self.dispatch.request_id
+
+    @property
+    def num_left(self) -> int:
+        return len(self.tokens) - self.num_done
+
+
+class Batch:
+    """The queue and the running set of one replica. Its order is the order of arrival; nothing overtakes."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[str, Job] = {}
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def __iter__(self) -> Iterator[Job]:
+        return iter(list(self._jobs.values()))
+
+    def get(self, request_id: str) -> Job | None:
+        return self._jobs.get(request_id)
+
+    def add(self, job: Job) -> None:
+        """Queue a job. Raises ValueError if one with its id is here."""
+        if job.id in self._jobs:
+            raise ValueError(f"request {job.id} is here already")
+        self._jobs[job.id] = job
+
+    def remove(self, job: Job) -> None:
+        """The job is computed, cancelled or failed. Idempotent."""
+        if self._jobs.get(job.id) is job:
+            del self._jobs[job.id]
+
+    def admit(self, engine: Engine) -> list[Job]:
+        """Give engine slots to waiting jobs in order, until one has to wait. The jobs admitted."""
+        admitted = []
+        for job in self._jobs.values():
+            if job.is_admitted:
+                continue
+            sampling = job.dispatch.sampling
+            wanted = Sampling(temperature=sampling.temperature, top_p=sampling.top_p, seed=sampling.seed)
+            if engine.admit(job.id, len(job.tokens), wanted) is not Admission.OK:
+                break
+            job.is_admitted = True
+            admitted.append(job)
+        return admitted
+
+    def next_step(self, max_tokens: int) -> list[tuple[Job, Chunk]]:
+        """The chunks of one step, at most `max_tokens` together; only the last may be cut, at the grain.
+
+        The first job always gets something, so there is progress whatever the budget.
+        """
+        step: list[tuple[Job, Chunk]] = []
+        room = max_tokens
+        for job in self._jobs.values():
+            if not job.is_admitted or job.num_left == 0:
+                continue
+            num_tokens = job.num_left
+            if num_tokens > room:
+                end = (job.num_done + room) // CHUNK_GRAIN * CHUNK_GRAIN
+                num_tokens = end - job.num_done
+                if num_tokens <= 0:
+                    if step:
+                        break
+                    num_tokens = min(job.num_left, CHUNK_GRAIN)
+            step.append((job, Chunk(job.id, job.tokens[job.num_done : job.num_done + num_tokens])))
+            room -= num_tokens
+            if room <= 0:
+                break
+        return step
+
+    @property
+    def num_tokens_left(self) -> int:
+        return sum(job.num_left for job in self._jobs.values())
