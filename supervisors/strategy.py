@@ -27,11 +27,15 @@ class Restart(StrEnum):
 class Intensity(NamedTuple):
     """More than `num_restarts` restarts within `period_s` seconds are too many.
 
-    Choose the burst first, then the period so that the sustained rate is tolerable. Levels multiply: keep the top small.
+    Choose the burst first, then the period so that the sustained rate is tolerable. Levels multiply: keep the top
+    small.
     """
 
-    num_restarts: int = 3
-    period_s: float = 10.0
+    num_restarts: int
+    period_s: float
+
+
+DEFAULT_INTENSITY = Intensity(3, 10.0)
 
 
 class Plan(NamedTuple):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from supervisors.strategy import Children, GaveUp, Intensity, Restart, Strategy
+from supervisors.strategy import DEFAULT_INTENSITY, Children, GaveUp, Intensity, Restart, Strategy
 
 log = logging.getLogger("shoal.supervisor")
 
@@ -57,7 +57,7 @@ class Supervisor:
         children: Sequence[Child],
         *,
         strategy: Strategy = Strategy.ONE_FOR_ONE,
-        intensity: Intensity = Intensity(),
+        intensity: Intensity = DEFAULT_INTENSITY,
         on_restart: Callable[[str, BaseException | None], None] | None = None,
     ) -> None:
         self.name = name

@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 
 from supervisors.strategy import Children, GaveUp, Intensity, Plan, Restart, Strategy
 
+PLENTY = Intensity(100, 1.0)
 P, T, X = Restart.PERMANENT, Restart.TRANSIENT, Restart.TEMPORARY
 
 
-def children(strategy: Strategy, *restarts: Restart, intensity: Intensity = Intensity(100, 1.0)) -> Children:
+def children(strategy: Strategy, *restarts: Restart, intensity: Intensity = PLENTY) -> Children:
     """Children a, b, c… with these restart types, all alive."""
     made = Children(dict(zip("abcdefgh", restarts, strict=False)), strategy, intensity)
     for name in made.names:
