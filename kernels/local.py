@@ -1,0 +1,232 @@
+"""The engine that computes: a checkpoint in torch, in one thread of its own, so that the loop always answers."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import safetensors
+import safetensors.torch
+import torch
+
+from kernels.batch import Batch
+from kernels.cache import StatePool
+from kernels.config import ModelConfig
+from kernels.engine import Admission, Chunk, EngineInfo, Sampling, StateError
+from kernels.model import ComputeDtype, Model, load_model
+from kernels.ops.sample import sample
+from kernels.requests import NONE, Request, Requests, check_restored
+from kernels.seal import seal, unseal
+
+_STATE_REVISION = 1  # of what export writes; raise it whenever that changes
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Request(Request):
+    """`hidden` [hidden_size] is the last prompt row, kept until the first token is sampled from it."""
+
+    slot: int = -1
+    hidden: torch.Tensor | None = None
+
+
+class LocalEngine:
+    """The Engine contract over a checkpoint folder.
+
+    Batch-invariant: a request's tokens are the same alone or in a batch, however its prompt is cut, and after an export
+    and restore at any point, also between two generated tokens.
+
+    Methods that find a call out of order raise before anything changes. Cancelling a step waits for its end, so that
+    the slot of a cancelled request can be freed at once. A step that fails for another reason leaves its requests
+    undefined: free them.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        num_slots: int,
+        max_step_tokens: int,
+        num_threads: int = 1,
+        compute_dtype: ComputeDtype = "fp32",
+    ) -> None:
+        """Reads only config.json and shoal.json; `start` loads the weights. Raises ConfigError.
+
+        num_slots: requests held at once; max_step_tokens: the most tokens of one prefill step; num_threads: cores.
+        """
+        self._folder = Path(folder)
+        self._compute_dtype: ComputeDtype = compute_dtype
+        self._config = ModelConfig.from_folder(self._folder)
+        self._info = EngineInfo(
+            model=_model_name(self._folder),
+            layout=_layout(self._config, compute_dtype),
+            vocab_size=self._config.vocab_size,
+            eos_token=self._config.eos_token_id,
+            max_tokens=self._config.max_position_embeddings,
+            num_slots=num_slots,
+            max_step_tokens=max_step_tokens,
+        )
+        self._requests = Requests(_Request)
+        # The thread count of torch belongs to the thread that computes.
+        self._thread = ThreadPoolExecutor(1, "engine", initializer=torch.set_num_threads, initargs=(num_threads,))
+        self._model: Model | None = None
+        self._pool: StatePool | None = None
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._info
+
+    async def start(self) -> None:
+        """Load the weights and run one small step. Raises ConfigError or CheckpointError."""
+        await self._compute(self._load)
+
+    def admit(self, key: str, num_tokens: int, sampling: Sampling) -> Admission:
+        _, pool = self._loaded()
+        admission = self._requests.admit(key, num_tokens, sampling, self._info)
+        if admission is Admission.OK:
+            self._requests[key].slot = pool.alloc()
+        return admission
+
+    async def prefill(self, chunks: Sequence[Chunk]) -> int:
+        requests = self._requests.to_prefill(chunks)
+        if not requests:
+            return 0
+        return await self._compute(lambda: self._prefill(requests, chunks))
+
+    async def export(self, key: str) -> bytes:
+        request = self._requests.to_export(key)
+        return await self._compute(lambda: self._export(request))
+
+    async def restore(self, key: str, state: bytes) -> None:
+        request = self._requests.to_restore(key)
+        await self._compute(lambda: self._restore(request, state))
+
+    async def decode(self, keys: Sequence[str]) -> list[list[int]]:
+        requests = self._requests.to_decode(keys)
+        if not requests:
+            return []
+        return await self._compute(lambda: self._decode(requests))
+
+    def free(self, key: str) -> None:
+        request = self._requests.pop(key)
+        if request is not None and self._pool is not None:
+            self._pool.free(request.slot)
+
+    async def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._requests = Requests(_Request)
+        self._model = self._pool = None
+
+    async def _compute(self, work: Callable[[], T]) -> T:
+        """Run `work` in the engine's thread. When cancelled, it still ends before this returns."""
+        future = asyncio.get_running_loop().run_in_executor(self._thread, work)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            while not future.done():
+                await asyncio.wait([future])
+            raise
+
+    def _loaded(self) -> tuple[Model, StatePool]:
+        if self._model is None or self._pool is None:
+            raise RuntimeError("the engine is not started, or closed")
+        return self._model, self._pool
+
+    # What follows runs in the engine's thread.
+
+    def _load(self) -> None:
+        model = load_model(self._folder, compute_dtype=self._compute_dtype)
+        pool = StatePool(self._config, self._info.num_slots, self._info.max_tokens)
+        slot = pool.alloc()
+        model.logits(model.forward(Batch.last_rows([(slot, 0, [self._config.bos_token_id])]), pool))
+        pool.free(slot)
+        self._model, self._pool = model, pool
+
+    def _prefill(self, requests: list[_Request], chunks: Sequence[Chunk]) -> int:
+        model, pool = self._loaded()
+        started_ns = time.perf_counter_ns()
+        runs = [
+            (request.slot, request.num_tokens, chunk.tokens.tolist())
+            for request, chunk in zip(requests, chunks, strict=True)
+        ]
+        hidden = model.forward(Batch.last_rows(runs), pool)
+        for request, chunk, row in zip(requests, chunks, hidden, strict=True):
+            request.num_tokens += len(chunk.tokens)
+            request.hidden = row.clone()
+        return time.perf_counter_ns() - started_ns
+
+    def _decode(self, requests: list[_Request]) -> list[list[int]]:
+        """Feed the last sampled tokens of those that have one, then sample the next of all."""
+        model, pool = self._loaded()
+        fed = [request for request in requests if request.last != NONE]
+        if fed:
+            runs = [(request.slot, request.num_tokens, [request.last]) for request in fed]
+            for request, row in zip(fed, model.forward(Batch.last_rows(runs), pool), strict=True):
+                request.num_tokens += 1
+                request.hidden = row
+        rows = torch.stack([request.hidden for request in requests if request.hidden is not None])
+        tokens = sample(
+            model.logits(rows),
+            torch.tensor([request.sampling.temperature for request in requests], dtype=torch.float32),
+            torch.tensor([request.sampling.top_p for request in requests], dtype=torch.float32),
+            torch.tensor([request.sampling.seed for request in requests], dtype=torch.int64),
+            torch.tensor([request.num_tokens for request in requests], dtype=torch.int64),
+        )
+        picked: list[int] = tokens.tolist()
+        for request, token in zip(requests, picked, strict=True):
+            request.last, request.hidden = token, None
+        return [[token] for token in picked]
+
+    def _export(self, request: _Request) -> bytes:
+        _, pool = self._loaded()
+        tensors = {name: tensor.contiguous() for name, tensor in pool.export(request.slot).items()}
+        if request.hidden is not None:
+            tensors["hidden"] = request.hidden
+        else:
+            tensors["last"] = torch.tensor(request.last)
+        return seal(self._info.layout, safetensors.torch.save(tensors))
+
+    def _restore(self, request: _Request, state: bytes) -> None:
+        _, pool = self._loaded()
+        try:
+            tensors = safetensors.torch.load(bytes(unseal(self._info.layout, state)))
+        except safetensors.SafetensorError as error:
+            raise StateError(f"state is damaged: {error}") from None
+        hidden, last = tensors.pop("hidden", None), tensors.pop("last", None)
+        if (hidden is None) == (last is None):
+            raise StateError("state must hold either a pending hidden row or a pending token")
+        if hidden is not None and (hidden.shape != (self._config.hidden_size,) or hidden.dtype != torch.float32):
+            raise StateError(f"state's hidden row is {hidden.dtype} {list(hidden.shape)}")
+        if last is not None and not 0 <= int(last) < self._info.vocab_size:
+            raise StateError(f"state's pending token {int(last)} is not in the vocabulary")
+        num_tokens = int(tensors["length"]) if "length" in tensors else 0
+        check_restored(request, num_tokens)
+        try:
+            pool.import_(request.slot, tensors)
+        except ValueError as error:
+            raise StateError(str(error)) from None
+        request.num_tokens = num_tokens
+        request.hidden, request.last = hidden, NONE if last is None else int(last)
+
+
+def _model_name(folder: Path) -> str:
+    """The served name of shoal.json, else the folder's name."""
+    try:
+        card = json.loads((folder / "shoal.json").read_text())
+    except FileNotFoundError:
+        return folder.resolve().name
+    return str(card.get("model", folder.resolve().name))
+
+
+def _layout(config: ModelConfig, compute_dtype: ComputeDtype) -> str:
+    """Equal for engines whose exported states mean the same: revision of the format, configuration, arithmetic."""
+    digest = hashlib.sha256(repr((config, compute_dtype)).encode()).hexdigest()
+    return f"shoal-{_STATE_REVISION}-{digest[:16]}"

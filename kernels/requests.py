@@ -1,0 +1,107 @@
+"""The requests an engine holds, and the order of calls that its contract allows; the same for every engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from kernels.engine import Admission, Chunk, EngineInfo, Sampling, StateError
+
+NONE = -1  # no token
+
+
+@dataclass(slots=True)
+class Request:
+    """One admitted request: `num_tokens` of its state are computed, `last` is sampled and not yet fed (or NONE)."""
+
+    num_reserved: int
+    sampling: Sampling
+    num_tokens: int = 0
+    last: int = NONE
+
+
+R = TypeVar("R", bound=Request)
+
+
+class Requests(Generic[R]):
+    """Admitted requests by key. Every check comes before any change, so a refused call changes nothing."""
+
+    def __init__(self, make: Callable[[int, Sampling], R]) -> None:
+        self._make = make
+        self._requests: dict[str, R] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __getitem__(self, key: str) -> R:
+        return self._requests[key]
+
+    def admit(self, key: str, num_tokens: int, sampling: Sampling, info: EngineInfo) -> Admission:
+        """Raises ValueError when the key is admitted already or `num_tokens` is not positive."""
+        if key in self._requests:
+            raise ValueError(f"request {key} is already admitted")
+        if num_tokens < 1:
+            raise ValueError(f"request {key} reserves {num_tokens} tokens")
+        if num_tokens > info.max_tokens:
+            return Admission.NEVER
+        if len(self._requests) >= info.num_slots:
+            return Admission.LATER
+        self._requests[key] = self._make(num_tokens, sampling)
+        return Admission.OK
+
+    def pop(self, key: str) -> R | None:
+        """Forget a request; None when there is none of that key."""
+        return self._requests.pop(key, None)
+
+    def to_prefill(self, chunks: Sequence[Chunk]) -> list[R]:
+        """The requests of the chunks. Raises KeyError, or ValueError for a call out of order or too many tokens."""
+        requests = self._distinct([chunk.key for chunk in chunks])
+        for chunk, request in zip(chunks, requests, strict=True):
+            if len(chunk.tokens) == 0:
+                raise ValueError(f"request {chunk.key}: an empty chunk")
+            if request.last != NONE:
+                raise ValueError(f"request {chunk.key} is generating already")
+            _check_room(chunk.key, request, len(chunk.tokens))
+        return requests
+
+    def to_decode(self, keys: Sequence[str]) -> list[R]:
+        """The requests of a decode step. Raises KeyError, or ValueError without a prompt or without room."""
+        requests = self._distinct(keys)
+        for key, request in zip(keys, requests, strict=True):
+            if request.num_tokens == 0:
+                raise ValueError(f"request {key} has no prompt")
+            _check_room(key, request, int(request.last != NONE))
+        return requests
+
+    def to_export(self, key: str) -> R:
+        """Raises KeyError, or ValueError when there is nothing to export."""
+        request = self._requests[key]
+        if request.num_tokens == 0:
+            raise ValueError(f"request {key} has no state")
+        return request
+
+    def to_restore(self, key: str) -> R:
+        """Raises KeyError, or ValueError when the request has state already."""
+        request = self._requests[key]
+        if request.num_tokens:
+            raise ValueError(f"request {key} has state already")
+        return request
+
+    def _distinct(self, keys: Sequence[str]) -> list[R]:
+        requests = [self._requests[key] for key in keys]
+        if len(set(keys)) != len(keys):
+            raise ValueError("a request may take part in a step once only")
+        return requests
+
+
+def check_restored(request: Request, num_tokens: int) -> None:
+    """Raises StateError when a state of `num_tokens` has no room in the request."""
+    if not 1 <= num_tokens <= request.num_reserved:
+        raise StateError(f"a state of {num_tokens} tokens does not fit in the {request.num_reserved} reserved")
+
+
+def _check_room(key: str, request: Request, num_tokens: int) -> None:
+    total = request.num_tokens + num_tokens
+    if total > request.num_reserved:
+        raise ValueError(f"request {key} reserved {request.num_reserved} tokens, {total} are needed")
