@@ -1,4 +1,4 @@
-"""The backbone: embedding, blocks, head."""
+"""The backbone: embedding, blocks, head; and the loader of a checkpoint folder."""
 
 from __future__ import annotations
 
@@ -8,16 +8,60 @@ from typing import Literal
 import torch
 
 from kernels.batch import Batch
+from kernels.block import Block
 from kernels.cache import StatePool
+from kernels.checkpoint import Checkpoint, CheckpointError
 from kernels.config import ModelConfig
+from kernels.engram import Engram
+from kernels.layout import Layout
+from kernels.ops.engram import hash_tables
+from kernels.ops.linear import linear
+from kernels.ops.mix import collapse
+from kernels.ops.rope import Rotation, frequencies
+from kernels.ops.rounding import keep, rms_norm, to_bf16
+from kernels.step import Step
+from kernels.vocabulary import TokenMap, load_token_map
 
 ComputeDtype = Literal["fp32", "bf16"]
 
 
 class Model:
-    """A loaded V4.1 text backbone; immutable, so one instance may serve any number of pools."""
+    """A loaded V4.1 text backbone; immutable, so one instance may serve any number of pools.
 
-    config: ModelConfig
+    `compute_dtype` "bf16" rounds activations where the published model does; "fp32" rounds none of them, while every
+    quantise-dequantise step stays: the tighter oracle, and faster on a CPU.
+    """
+
+    def __init__(
+        self, config: ModelConfig, checkpoint: Checkpoint, token_map: TokenMap | None, compute_dtype: ComputeDtype
+    ) -> None:
+        self.config = config
+        self.round = to_bf16 if compute_dtype == "bf16" else keep
+        self.token_map = token_map
+        c = config
+        self.embed = checkpoint.tensor("embed.weight", c.vocab_size, c.hidden_size)
+        self.norm = checkpoint.tensor("norm.weight", c.hidden_size)
+        self.head = checkpoint.tensor("head.weight", c.vocab_size, c.hidden_size)
+        self.blocks = [Block(c, role, checkpoint, self.round) for role in c.layers]
+        tables = hash_tables(
+            c.engram_layer_ids,
+            c.engram_max_ngram_size,
+            c.engram_n_heads,
+            c.engram_vocab_size,
+            c.engram_compressed_vocab_size,
+        )
+        self.engrams: dict[int, Engram] = {}
+        for role in c.layers:
+            if role.engram is not None:
+                table, want = tables[role.engram], c.engram_num_embeddings[role.engram]
+                if table.num_rows != want:
+                    raise CheckpointError(
+                        f"config.json: engram_num_embeddings of layer {role.layer} is {want},"
+                        f" but its primes add up to {table.num_rows}"
+                    )
+                self.engrams[role.layer] = Engram(c, role, table, checkpoint, self.round)
+        self.window_freqs = frequencies(c.qk_rope_head_dim, c.rope_theta, None)
+        self.compressed_freqs = frequencies(c.qk_rope_head_dim, c.compress_rope_theta, c.rope_scaling)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, pool: StatePool, trace: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
@@ -26,16 +70,58 @@ class Model:
         Returns fp32 `[len(batch.rows), hidden_size]`: the collapsed residual before the final norm and head.
         Every row is bitwise the same whatever else is in the batch and however the prompt is cut into segments.
         `trace`, when given, is filled with intermediate tensors under the names of the golden data.
-        Raises ValueError when a segment does not continue its slot's state or exceeds `pool.max_tokens`.
+        Raises ValueError when a segment does not continue its slot's state or exceeds `pool.max_tokens`, or a token
+        is outside the vocabulary; the pool is then as it was.
         """
-        raise NotImplementedError
+        if bool(((batch.tokens < 0) | (batch.tokens >= self.config.vocab_size)).any()):
+            raise ValueError(f"token ids must be in [0, {self.config.vocab_size})")
+        layout = Layout(batch, pool)
+        position = layout.positions[: layout.num_rows]
+        pool.tokens[layout.slots, position] = batch.tokens
+        step = Step(
+            layout,
+            pool,
+            Rotation.at(layout.positions, self.window_freqs),
+            Rotation.at(layout.positions, self.compressed_freqs),
+            trace,
+        )
+        ids = torch.nn.functional.pad(batch.tokens, (0, layout.padded - layout.num_rows))
+        num = self.config.hc_mult
+        streams = self.embed[ids].unsqueeze(1).repeat(1, num, 1)
+        step.record("embed_expanded_in", streams)
+        pre = torch.zeros(layout.padded, num)
+        pre[:, 0] = 1.0
+        history = self._history(layout, pool) if self.engrams else None
+        for block in self.blocks:
+            engram = self.engrams.get(block.layer)
+            if engram is not None and history is not None and self.token_map is not None:
+                streams = engram.forward(streams, history, self.token_map.pad)
+                step.record(f"layers.{block.layer}.in_after_engram", streams)
+            streams, pre = block.forward(streams, pre, step)
+        for segment in batch.segments:
+            pool.advance(segment.slot, segment.num_tokens)
+        rows = torch.tensor(batch.rows)
+        return collapse(streams[rows], pre[rows], self.round)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`[n, hidden_size]` rows of `forward` -> `[n, vocab_size]` fp32, row by row independent."""
-        raise NotImplementedError
+        """`[n, hidden_size]` rows of `forward` -> `[n, vocab_size]` fp32, each row independent of the others."""
+        return linear(rms_norm(hidden, self.norm, self.config.rms_norm_eps, self.round), self.head)
+
+    def _history(self, layout: Layout, pool: StatePool) -> torch.Tensor:
+        """Compressed ids of each row's last tokens, newest first, -1 before the start: [padded rows, n]."""
+        assert self.token_map is not None
+        sources = layout.positions.unsqueeze(1) - torch.arange(self.config.engram_max_ngram_size)
+        slots = torch.nn.functional.pad(layout.slots, (0, layout.padded - layout.num_rows)).unsqueeze(1)
+        ids = self.token_map.ids[pool.tokens[slots, sources.clamp(min=0)]]
+        return torch.where(sources >= 0, ids, -1)
 
 
 def load_model(folder: str | Path, *, compute_dtype: ComputeDtype = "fp32") -> Model:
-    """Load a checkpoint folder. Raises ConfigError or CheckpointError."""
-    raise NotImplementedError
+    """Load a checkpoint folder in the official layout.
+
+    Raises ConfigError (a ValueError) for config.json and CheckpointError (a ValueError) for everything else.
+    """
+    config = ModelConfig.from_folder(folder)
+    token_map = load_token_map(folder, config) if config.engram_layer_ids else None
+    return Model(config, Checkpoint(folder), token_map, compute_dtype)

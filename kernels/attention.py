@@ -1,0 +1,97 @@
+"""One layer's attention: projections, sliding window, compressed rows, grouped output (spec §3)."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.checkpoint import Checkpoint
+from kernels.compressor import Compressor
+from kernels.config import LayerRole, ModelConfig
+from kernels.indexer import Indexer
+from kernels.layout import Group
+from kernels.ops.attention import KeySet, attend
+from kernels.ops.linear import grouped_linear, linear
+from kernels.ops.quant import fp8_qdq
+from kernels.ops.rope import rotate_
+from kernels.ops.rounding import Rounding, rms_norm
+from kernels.step import Step
+
+
+class Attention:
+    """Weights of `layers.{i}.attn`; projections of one input are kept as one matrix."""
+
+    def __init__(self, config: ModelConfig, role: LayerRole, checkpoint: Checkpoint, rounding: Rounding) -> None:
+        self.config, self.role, self.round = config, role, rounding
+        c, name = config, f"layers.{role.layer}.attn"
+        heads = c.num_attention_heads
+        self.compressor = Compressor(c, role, checkpoint, rounding) if role.owns_kv else None
+        self.indexer = Indexer(c, role, checkpoint, rounding) if role.owns_index else None
+        parts = [
+            checkpoint.tensor(f"{name}.wq_a.weight", c.q_lora_rank, c.hidden_size),
+            checkpoint.tensor(f"{name}.wkv.weight", c.head_dim, c.hidden_size),
+        ]
+        q_parts = [checkpoint.tensor(f"{name}.wq_b.weight", heads * c.head_dim, c.q_lora_rank)]
+        if self.compressor is not None:
+            parts.append(self.compressor.projection)
+        if self.indexer is not None:
+            parts.append(self.indexer.head_weights)
+            q_parts.append(self.indexer.queries)
+        self.splits = [len(part) for part in parts]
+        self.w_in = torch.cat(parts)
+        self.wq_b = torch.cat(q_parts)
+        self.q_norm = checkpoint.tensor(f"{name}.q_norm.weight", c.q_lora_rank)
+        self.kv_norm = checkpoint.tensor(f"{name}.kv_norm.weight", c.head_dim)
+        self.sink = checkpoint.tensor(f"{name}.attn_sink", heads)
+        group_dim = heads * c.head_dim // c.o_groups
+        wo_a = checkpoint.tensor(f"{name}.wo_a.weight", c.o_groups * c.o_lora_rank, group_dim)
+        self.wo_a = wo_a.view(c.o_groups, c.o_lora_rank, group_dim)
+        self.wo_b = checkpoint.tensor(f"{name}.wo_b.weight", c.hidden_size, c.o_groups * c.o_lora_rank)
+
+    def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """`x` [padded rows, dim], normed -> [padded rows, dim]; writes this layer's state."""
+        c, r = self.config, self.round
+        rotation = step.compressed if self.role.ratio else step.window
+        projected = torch.split(linear(x, self.w_in), self.splits, 1)
+        qr = rms_norm(r(projected[0]), self.q_norm, c.rms_norm_eps, r)
+        queries = r(linear(qr, self.wq_b))
+        num_q = c.num_attention_heads * c.head_dim
+        q = queries[:, :num_q].view(len(x), c.num_attention_heads, c.head_dim)
+        q = r(rotate_(q, rotation))
+        kv = rms_norm(r(projected[1]), self.kv_norm, c.rms_norm_eps, r)
+        kv = r(fp8_qdq(r(rotate_(kv.unsqueeze(1), rotation).squeeze(1))))
+        if self.compressor is not None:
+            self.compressor.forward(projected[2], step)
+        if self.indexer is not None:
+            step.key_sets = self.indexer.forward(queries[:, num_q:], projected[-1], step)
+        out = self._attend(q, kv, step)
+        out = r(rotate_(out, rotation.inverse())).view(len(x), c.o_groups, -1)
+        return r(linear(r(grouped_linear(out, self.wo_a)), self.wo_b))
+
+    def _attend(self, q: torch.Tensor, kv: torch.Tensor, step: Step) -> torch.Tensor:
+        layout, layer = step.layout, self.role.layer
+        ring = step.pool.swa[layer].flatten(0, 1)
+        scale = self.config.head_dim**-0.5
+        parts = []
+        for group in layout.groups:
+            rows = slice(group.start, group.end)
+            key_sets = [KeySet(self._windows(kv[rows], ring, group), group.bias)]
+            if self.role.ratio:
+                key_sets += [KeySet(keys[rows], bias[rows]) for keys, bias in step.key_sets]
+            parts.append(attend(q[rows], key_sets, self.sink, scale, self.round))
+        # Only now: earlier rows of a chunk still read the ring rows that its later ones overwrite.
+        ring[layout.ring.target] = kv[layout.ring.source].to(ring.dtype)
+        if layout.padded > layout.num_rows:
+            parts.append(q.new_zeros(layout.padded - layout.num_rows, *q.shape[1:]))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _windows(self, kv: torch.Tensor, ring: torch.Tensor, group: Group) -> torch.Tensor:
+        """The window of each row in position order, [rows, window, head_dim], the row's own token last.
+
+        Within a segment windows overlap: a view of one run of rows, not copies of them.
+        """
+        num, length, dim = group.num_segments, group.length, kv.shape[-1]
+        window = self.config.sliding_window
+        before = ring[group.prefix].to(kv.dtype).view(num, window - 1, dim)
+        run = torch.cat((before, kv.view(num, length, dim)), 1)
+        view = run.as_strided((num, length, window, dim), ((window - 1 + length) * dim, dim, dim, 1))
+        return view.reshape(num * length, window, dim)

@@ -1,0 +1,58 @@
+"""One backbone layer: attention and experts between two single-pass mixes (spec §2.3)."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.attention import Attention
+from kernels.checkpoint import Checkpoint
+from kernels.config import LayerRole, ModelConfig
+from kernels.moe import MoE
+from kernels.ops.mix import Mix, MixWeights, collapse, expand, mix
+from kernels.ops.rounding import Rounding, rms_norm
+from kernels.step import Step
+
+
+class Block:
+    """Weights of `layers.{i}` except its Engram."""
+
+    def __init__(self, config: ModelConfig, role: LayerRole, checkpoint: Checkpoint, rounding: Rounding) -> None:
+        self.config, self.layer, self.round = config, role.layer, rounding
+        self.attention = Attention(config, role, checkpoint, rounding)
+        self.moe = MoE(config, role.layer, checkpoint, rounding)
+        name, dim, num = f"layers.{role.layer}", config.hidden_size, config.hc_mult
+        self.attn_norm = checkpoint.tensor(f"{name}.attn_norm.weight", dim)
+        self.ffn_norm = checkpoint.tensor(f"{name}.ffn_norm.weight", dim)
+
+        def mix_weights(part: str) -> MixWeights:
+            columns = (2 + num) * num
+            scale = checkpoint.tensor(f"{name}.hc_{part}_scale", 3)
+            return MixWeights(
+                checkpoint.tensor(f"{name}.hc_{part}_fn", columns, num * dim),
+                checkpoint.tensor(f"{name}.hc_{part}_base", columns),
+                scale.repeat_interleave(torch.tensor([num, num, num * num])),
+            )
+
+        self.attn_mix, self.ffn_mix = mix_weights("attn"), mix_weights("ffn")
+
+    def forward(self, streams: torch.Tensor, pre: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+        """`streams` [rows, C, dim] and the `pre` [rows, C] of the sub-layer before -> the same for the next layer.
+
+        The mix is delayed: a sub-layer reads through the previous one's `pre`, and writes through its own.
+        """
+        eps, r = self.config.rms_norm_eps, self.round
+        mixed = self._mix(streams, self.attn_mix)
+        y = self.attention.forward(rms_norm(collapse(streams, pre, r), self.attn_norm, eps, r), step)
+        step.record(f"layers.{self.layer}.attn_out", y)
+        streams, pre = expand(y, streams, mixed, r), mixed.pre
+        mixed = self._mix(streams, self.ffn_mix)
+        y = self.moe.forward(rms_norm(collapse(streams, pre, r), self.ffn_norm, eps, r), step)
+        step.record(f"layers.{self.layer}.ffn_out", y)
+        streams = expand(y, streams, mixed, r)
+        step.record(f"layers.{self.layer}.out", streams)
+        step.record(f"layers.{self.layer}.pre_out", mixed.pre)
+        return streams, mixed.pre
+
+    def _mix(self, streams: torch.Tensor, weights: MixWeights) -> Mix:
+        c = self.config
+        return mix(streams, weights, c.hc_eps, c.rms_norm_eps, c.hc_sinkhorn_iters)

@@ -1,0 +1,37 @@
+"""One layer's Engram: table lookup by hashed n-grams, gated addition to the residual (spec §7)."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.checkpoint import Checkpoint
+from kernels.config import LayerRole, ModelConfig
+from kernels.ops.engram import HashTables, add_gated, table_rows
+from kernels.ops.linear import linear
+from kernels.ops.quant import dequantize_rows
+from kernels.ops.rounding import Rounding
+
+
+class Engram:
+    """Weights of `layers.{i}.engram`; the table stays in FP8 and is dequantised row by row."""
+
+    def __init__(
+        self, config: ModelConfig, role: LayerRole, tables: HashTables, checkpoint: Checkpoint, rounding: Rounding
+    ) -> None:
+        self.tables, self.round = tables, rounding
+        c, name = config, f"layers.{role.layer}.engram"
+        rows, dim, streams = tables.num_rows, c.engram_head_dim, c.hc_mult
+        self.codes = checkpoint.raw(f"{name}.embed.weight", (rows, dim))
+        self.scale = checkpoint.raw(f"{name}.embed.scale", (rows, dim // 32))
+        width = tables.primes.numel() * dim
+        self.wkv = checkpoint.tensor(f"{name}.wkv.weight", (streams + 1) * c.hidden_size, width)
+        q_weight = checkpoint.tensor(f"{name}.q_weight", streams, c.hidden_size)
+        self.qk_weight = q_weight * checkpoint.tensor(f"{name}.k_weight", streams, c.hidden_size)
+
+    def forward(self, streams: torch.Tensor, history: torch.Tensor, pad: int) -> torch.Tensor:
+        """`streams` [rows, C, dim] with the memory of `history` [rows, n] (compressed ids, newest first) added."""
+        rows = table_rows(history, pad, self.tables)
+        looked_up = dequantize_rows(self.codes[rows], self.scale[rows]).flatten(1)
+        alive = (history[:, :1] >= 0).to(torch.float32)
+        projected = self.round(linear(looked_up, self.wkv))
+        return add_gated(streams, projected, self.qk_weight, alive, self.round)

@@ -1,0 +1,155 @@
+"""Where each row of a batch stands: its position, its slot, and the cache rows it reads and writes."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from kernels.batch import Batch, Segment
+from kernels.cache import StatePool
+from kernels.ops.linear import padded_rows
+
+
+class Rows(NamedTuple):
+    """A copy: flat batch rows `source` to flat cache rows (slot times rows per slot plus row) `target`."""
+
+    source: torch.Tensor
+    target: torch.Tensor
+
+
+class Emission(NamedTuple):
+    """The compressed rows that a batch completes, for one ratio.
+
+    `rows` are the batch rows that complete one, `positions` those of the first token of each group, `target` flat
+    cache rows. Ratio 2 only: `partner` is the batch row of the pair's first token, except for the entries `carried`,
+    whose first token waits in the flat pair row `carried_from`.
+    """
+
+    rows: torch.Tensor
+    positions: torch.Tensor
+    target: torch.Tensor
+    partner: torch.Tensor
+    carried: torch.Tensor
+    carried_from: torch.Tensor
+
+
+class Group(NamedTuple):
+    """Consecutive segments of equal length: batch rows `start` to `end`, as [num_segments, length].
+
+    `slots` [num_segments]; `prefix` [num_segments * (window - 1)] flat ring rows before each segment, in position
+    order; `bias` [rows, window] 0 where the window reaches a token, -inf before the first; `end_position` is the
+    greatest position in the group plus one.
+    """
+
+    start: int
+    end: int
+    num_segments: int
+    length: int
+    slots: torch.Tensor
+    prefix: torch.Tensor
+    bias: torch.Tensor
+    end_position: int
+
+
+class Layout:
+    """Built once per forward pass; all index arithmetic of the layers is here.
+
+    Raises ValueError when a segment does not continue its slot or does not fit.
+    """
+
+    def __init__(self, batch: Batch, pool: StatePool) -> None:
+        for segment in batch.segments:
+            if segment.start != pool.length(segment.slot):
+                held = pool.length(segment.slot)
+                raise ValueError(f"slot {segment.slot} holds {held} tokens, the segment starts at {segment.start}")
+            if segment.end > pool.max_tokens:
+                raise ValueError(f"slot {segment.slot}: {segment.end} tokens exceed the pool's {pool.max_tokens}")
+        self._pool = pool
+        self._window = pool.config.sliding_window
+        self.num_rows = sum(segment.num_tokens for segment in batch.segments)
+        self.padded = padded_rows(self.num_rows)
+        lengths = np.array([segment.num_tokens for segment in batch.segments])
+        starts = np.array([segment.start for segment in batch.segments])
+        slots = np.array([segment.slot for segment in batch.segments])
+        first = np.cumsum(lengths) - lengths
+        rows = np.arange(self.num_rows)
+        self._first = np.repeat(first, lengths)  # first batch row of the row's segment
+        self._left = np.repeat(first + lengths, lengths) - rows  # rows from here to its end, this one included
+        self._position = np.repeat(starts - first, lengths) + rows
+        self._slot = np.repeat(slots, lengths)
+        self.slots = torch.from_numpy(self._slot)
+        padded = np.zeros(self.padded, dtype=np.int64)
+        padded[: self.num_rows] = self._position
+        self.positions = torch.from_numpy(padded)  # [padded], 0 for the rows that only fill the tile
+        self.groups = tuple(self._groups(batch.segments))
+        self._emissions: dict[int, Emission] = {}
+
+    @cached_property
+    def ring(self) -> Rows:
+        """What the sliding-window rings keep of this batch."""
+        return self._tail(self._pool.ring_rows)
+
+    @cached_property
+    def pair(self) -> Rows:
+        """What the pair rings keep of this batch."""
+        return self._tail(self._pool.pair_rows)
+
+    def visible(self, ratio: int) -> torch.Tensor:
+        """Compressed rows that each batch row may see: [num_rows]."""
+        return (self.positions[: self.num_rows] + 1) // ratio
+
+    def emission(self, ratio: int, rows_per_slot: int) -> Emission:
+        """What the owners of this ratio emit; `rows_per_slot` is the same for all of them."""
+        if ratio not in self._emissions:
+            self._emissions[ratio] = self._emission(ratio, rows_per_slot)
+        return self._emissions[ratio]
+
+    def _emission(self, ratio: int, rows_per_slot: int) -> Emission:
+        rows = np.flatnonzero(self._position % ratio == ratio - 1)
+        position = self._position[rows]
+        carried = np.flatnonzero(rows == self._first[rows]) if ratio == 2 else np.empty(0, dtype=np.int64)
+        slot = self._slot[rows]
+        pair_rows = self._pool.pair_rows
+        carried_from = slot[carried] * pair_rows + (position[carried] - 1) % pair_rows
+        target = slot * rows_per_slot + position // ratio
+        arrays = (rows, position // ratio * ratio, target, np.maximum(rows - 1, 0), carried, carried_from)
+        return Emission(*(torch.from_numpy(array) for array in arrays))
+
+    def _tail(self, ring_rows: int) -> Rows:
+        source = np.flatnonzero(self._left <= ring_rows)
+        target = self._slot[source] * ring_rows + self._position[source] % ring_rows
+        return Rows(torch.from_numpy(source), torch.from_numpy(target))
+
+    def _groups(self, segments: tuple[Segment, ...]) -> list[Group]:
+        groups = []
+        begin = row = 0
+        for index in range(1, len(segments) + 1):
+            length = segments[begin].num_tokens
+            if index < len(segments) and segments[index].num_tokens == length:
+                continue
+            end = row + (index - begin) * length
+            groups.append(self._group(segments[begin:index], row, end))
+            begin, row = index, end
+        return groups
+
+    def _group(self, segments: tuple[Segment, ...], row: int, end: int) -> Group:
+        reach = np.arange(1 - self._window, 0)
+        slots = np.array([segment.slot for segment in segments])
+        starts = np.array([segment.start for segment in segments])
+        ring_rows = self._pool.ring_rows
+        prefix = slots[:, None] * ring_rows + (starts[:, None] + reach) % ring_rows
+        before = self._position[row:end, None] + np.arange(1 - self._window, 1) < 0
+        bias = np.where(before, np.float32("-inf"), np.float32(0))
+        return Group(
+            row,
+            end,
+            len(segments),
+            segments[0].num_tokens,
+            torch.from_numpy(slots),
+            torch.from_numpy(prefix.reshape(-1)),
+            torch.from_numpy(bias),
+            max(segment.end for segment in segments),
+        )

@@ -1,0 +1,45 @@
+"""Attention over explicit key sets with a sink in the denominator; keys are values too (spec §3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from kernels.ops.rounding import Rounding
+
+_LOWEST = -1e30  # where the running maximum starts, so that a query without any key gives zeros
+
+
+class KeySet(NamedTuple):
+    """`keys` [rows, num_keys, dim] fp32, and `bias` [rows, num_keys]: 0 for a key that is there, -inf for none."""
+
+    keys: torch.Tensor
+    bias: torch.Tensor
+
+
+def attend(
+    q: torch.Tensor, key_sets: Sequence[KeySet], sink: torch.Tensor, scale: float, rounding: Rounding
+) -> torch.Tensor:
+    """`q` [rows, heads, dim] fp32, `sink` [heads] -> [rows, heads, dim], rounded.
+
+    Each key set is one product per row of a fixed shape, and sets are added in order, so a row's bits depend on its
+    own key sets only. A set that is empty for a row adds exact zeros: leaving it out changes nothing.
+    """
+    scores = [
+        torch.baddbmm(bias.unsqueeze(1), q, keys.transpose(1, 2), alpha=scale) for keys, bias in key_sets
+    ]  # [rows, heads, num_keys] each
+    top = scores[0].amax(-1, keepdim=True)
+    for other in scores[1:]:
+        top = torch.maximum(top, other.amax(-1, keepdim=True))
+    top.clamp_(min=_LOWEST)
+    total = (sink[:, None] - top).exp_()
+    out: torch.Tensor | None = None
+    for score, (keys, _) in zip(scores, key_sets, strict=True):
+        weights = score.sub_(top).exp_()
+        total = total.add_(weights.sum(-1, keepdim=True)) if out is None else total + weights.sum(-1, keepdim=True)
+        part = torch.bmm(rounding(weights), keys)
+        out = part if out is None else out.add_(part)
+    assert out is not None
+    return rounding(out.div_(total))

@@ -1,0 +1,55 @@
+"""Quantise-dequantise (QDQ) of activations and cache rows, and dequantisation of stored weights (spec §2.1)."""
+
+from __future__ import annotations
+
+import torch
+
+_FP8_MAX = 448.0
+_FP4_MAX = 6.0
+# Reciprocals in FP32, as published: dividing instead gives other scales for a few inputs.
+_INV_448 = torch.tensor(1 / 448, dtype=torch.float32).item()
+_INV_6 = torch.tensor(1 / 6, dtype=torch.float32).item()
+
+
+def fp8_qdq(x: torch.Tensor) -> torch.Tensor:
+    """E4M3 with a power-of-two scale per 32 values of the last axis. fp32 -> fp32 of the same shape."""
+    groups = x.reshape(*x.shape[:-1], -1, 32)
+    amax = groups.abs().amax(-1, keepdim=True).clamp_(min=1e-4)
+    scale = _power_of_two_above(amax.mul_(_INV_448))
+    codes = (groups / scale).clamp_(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)
+    return codes.to(torch.float32).mul_(scale).flatten(-2)
+
+
+def fp4_e8m0_qdq(x: torch.Tensor) -> torch.Tensor:
+    """E2M1 with a power-of-two scale per 32 values of the last axis: index queries and keys."""
+    groups = x.reshape(*x.shape[:-1], -1, 32)
+    amax = groups.abs().amax(-1, keepdim=True).clamp_(min=_FP4_MAX * 2.0**-126)
+    scale = _power_of_two_above(amax.mul_(_INV_6))
+    return _round_e2m1(groups / scale).mul_(scale).flatten(-2)
+
+
+def fp4_e4m3_qdq(x: torch.Tensor) -> torch.Tensor:
+    """E2M1 with an E4M3 scale per 16 values of the last axis: the main compressed KV."""
+    groups = x.reshape(*x.shape[:-1], -1, 16)
+    amax = groups.abs().amax(-1, keepdim=True).clamp_(min=_FP4_MAX * 2.0**-9)
+    scale = (amax / _FP4_MAX).clamp_(max=_FP8_MAX).to(torch.float8_e4m3fn).to(torch.float32)
+    return _round_e2m1(groups / scale).mul_(scale).flatten(-2)
+
+
+def dequantize_rows(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Rows of an E4M3 table `[rows, dim]` with E8M0 scales `[rows, dim / 32]` -> fp32; every value fits BF16."""
+    groups = codes.to(torch.float32).view(*scale.shape, 32)
+    return (groups * scale.to(torch.float32).unsqueeze(-1)).flatten(-2)
+
+
+def _power_of_two_above(x: torch.Tensor) -> torch.Tensor:
+    """The smallest power of two that is at least `x` (positive, normal), from the bits."""
+    return x.view(torch.int32).add(0x007FFFFF).bitwise_and_(0x7F800000).view(torch.float32)
+
+
+def _round_e2m1(x: torch.Tensor) -> torch.Tensor:
+    """To the nearest of 0, .5, 1, 1.5, 2, 3, 4, 6 with sign, ties to the even code, saturating; overwrites `x`."""
+    x.clamp_(-_FP4_MAX, _FP4_MAX)
+    # The spacing is 0.5 below 2, 1 below 4, 2 above; ties to even codes are ties to even multiples of the spacing.
+    step = x.abs().clamp_(min=1.0).view(torch.int32).bitwise_and_(0x7F800000).view(torch.float32).mul_(0.5)
+    return x.div_(step).round_().mul_(step)
