@@ -248,6 +248,7 @@ class Actor:
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             await self.report_load()
+            self.wake()  # what waits behind a window whose receipts were lost goes out by time
 
     async def _on_ping(self, message: Ping, envelope: Envelope) -> Pong:
         return Pong(role=self.role, id=self.id, incarnation=self.incarnation, num_queued=len(self._mailbox))

@@ -189,7 +189,7 @@ class Decode(Actor):
                 await asyncio.sleep(PAUSE_S)
             elif not self._arrivals and all(g.end is None for g in self.slots):
                 self._has_work.clear()
-            await self.flush()
+            self.wake()  # the mailbox loop is the only sender: two would mix up the order
 
     async def _step(self, batch: list[Generation]) -> None:
         info = self._engine.info

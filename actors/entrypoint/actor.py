@@ -281,7 +281,6 @@ class Entrypoint(Actor):
                     request.heard_s = now_s  # asked now; not again before the next silence
                 self.spawn(self._probe(owner, requests))
             self.shard.forget_old(now_s)
-            self.wake()  # a window whose receipts were lost opens by time
 
     async def _probe(self, owner: Owner, requests: list[Request]) -> None:
         """Ask an owner for what was missed of these requests; find out whether it still is there."""
