@@ -43,7 +43,7 @@ class ModelCard:
         """
         path = Path(folder)
         if not path.is_dir():
-            raise CardError(f"{folder} is not a folder; download the checkpoint and give the folder that holds config.json")
+            raise CardError(f"{folder} is not a folder: download the checkpoint, and name the folder with config.json")
         config = _read(path / "config.json")
         ours = _read(path / "shoal.json") if (path / "shoal.json").exists() else {}
         tokenizer = path / "tokenizer.json"

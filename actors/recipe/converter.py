@@ -1,0 +1,153 @@
+"""The input side of a request: a public body becomes a prompt in tokens, with sampling and limits."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+from typing import Any
+
+import deepseek_recipe as library
+import numpy as np
+import orjson
+
+from actors.recipe.card import ModelCard
+from actors.recipe.fields import Refusal
+from actors.recipe.normalise import Normal, normalise, parse
+from actors.recipe.protocol import REQUESTS
+from schemas.api import Protocol
+from schemas.failure import Code
+from schemas.request import Sampling
+
+_BOUNDED_BYTES = 64 * 1024
+"""Prompts above this are first held against a bound that needs no encoding."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request ready to be computed. `prompt` is the token ids as little-endian u32."""
+
+    protocol: Protocol
+    model: str
+    prompt: bytes
+    num_prompt_tokens: int
+    sampling: Sampling
+    max_tokens: int
+    is_stream: bool
+    ignored: list[str]
+    request: Any
+    echo: Any = None
+    namespaces: Any = None
+
+
+class Converter:
+    """One model's card with its tokenizer, loaded. Safe to call from a thread: it has no state."""
+
+    def __init__(self, card: ModelCard) -> None:
+        self.card = card
+        text = card.tokenizer_path.read_text(encoding="utf-8")
+        self.tokenizer = library.Tokenizer.from_str(text)
+        # Byte-level BPE: one character of a vocabulary entry is one byte of text.
+        self._longest_token_bytes = max(map(len, orjson.loads(text)["model"]["vocab"]))
+        self._encoding = library.DeepseekV41Encoding().with_tokenizer(self.tokenizer)
+        names = dict.fromkeys(card.names, library.ModelVersion.DeepseekV41Flash)
+        self._options = library.ConversionOptions(
+            default_thinking_mode=card.thinking_default,
+            messages_web_search=library.WebSearchBehavior.Reject,
+            responses_web_search=library.WebSearchBehavior.Reject,
+        ).with_model_versions_by_name(names)
+
+    def prepare(self, protocol: Protocol, body: bytes, *, seed: int) -> Prepared:
+        """Parse, check, convert and encode. `seed` is used where the client gave none. Raises Refusal."""
+        normal = normalise(protocol, parse(body), self.card)
+        request, echo, namespaces = self._convert(protocol, normal)
+        prompt = self._encode(request, len(body))
+        try:
+            max_tokens = request.resolve_max_tokens(len(prompt), self.card.context_tokens)
+        except library.ConversionError as error:
+            raise Refusal(Code.CONTEXT_LENGTH, _message(error), _prompt_field(protocol)) from None
+        options = request.inference_options
+        # The library fixes both for some modes; what the client said outright holds (spec recipe.md §5).
+        temperature = options.temperature if normal.temperature is None else normal.temperature
+        top_p = options.top_p if normal.top_p is None else normal.top_p
+        return Prepared(
+            protocol=protocol,
+            model=normal.model,
+            prompt=np.asarray(prompt, dtype="<u4").tobytes(),
+            num_prompt_tokens=len(prompt),
+            sampling=Sampling(
+                temperature=temperature, top_p=top_p, seed=seed if normal.seed is None else normal.seed
+            ),
+            max_tokens=max_tokens,
+            is_stream=request.stream,
+            ignored=normal.ignored,
+            request=request,
+            echo=echo,
+            namespaces=namespaces,
+        )
+
+    def count_tokens(self, body: bytes) -> bytes:
+        """The answer to `count_tokens` (Anthropic). Raises Refusal."""
+        request, _, _ = self._convert(Protocol.COUNT_TOKENS, normalise(Protocol.COUNT_TOKENS, parse(body), self.card))
+        return orjson.dumps({"input_tokens": len(self._encoding.encode(request.conversation))})
+
+    def models(self, body: bytes) -> bytes:
+        """The list of models, or the one named in the body as {"model": name}. Raises Refusal.
+
+        One form that both the OpenAI and the Anthropic SDK read.
+        """
+        wanted = parse(body).get("model") if body else None
+        if wanted is None:
+            models = [self._model(name) for name in self.card.names]
+            ends = {"has_more": False, "first_id": models[0]["id"], "last_id": models[-1]["id"]}
+            return orjson.dumps({"object": "list", "data": models, **ends})
+        if wanted not in self.card.names:
+            raise Refusal(Code.MODEL_NOT_FOUND, f"the model `{str(wanted)[:128]}` does not exist", "model")
+        return orjson.dumps(self._model(wanted))
+
+    def _model(self, name: str) -> dict[str, Any]:
+        created = datetime.datetime.fromtimestamp(self.card.created_s, datetime.UTC)
+        return {
+            **{"id": name, "object": "model", "created": self.card.created_s, "owned_by": "shoal"},
+            **{"type": "model", "display_name": self.card.name, "created_at": created},
+            **{"max_input_tokens": self.card.context_tokens, "max_tokens": self.card.context_tokens},
+        }
+
+    def _convert(self, protocol: Protocol, normal: Normal) -> tuple[Any, Any, Any]:
+        """The library's request, and for Responses the echo and the map of namespaced tools."""
+        try:
+            request = REQUESTS[protocol](normal.body)
+            echo = namespaces = None
+            if protocol is Protocol.RESPONSES:
+                echo = request.echo()
+                namespaces = request.namespace_tool_map(self._options)
+            return request.convert(self._options), echo, namespaces
+        except library.ConversionError as error:
+            raise Refusal(Code.BAD_REQUEST, _message(error)) from None
+        except (ValueError, OverflowError, RecursionError, TypeError) as error:
+            raise Refusal(Code.BAD_REQUEST, str(error)) from None
+
+    def _encode(self, request: Any, body_bytes: int) -> list[int]:
+        limit = self.card.context_tokens
+        if body_bytes > _BOUNDED_BYTES:
+            text_bytes = len(self._encoding.render_conversation(request.conversation).prompt.encode())
+            least = text_bytes // self._longest_token_bytes
+            if least > limit:
+                raise Refusal(
+                    Code.CONTEXT_LENGTH,
+                    f"This model's maximum context length is {limit} tokens. However, your prompt has {text_bytes} "
+                    f"bytes, which is at least {least} tokens. Please shorten it.",
+                )
+        return list(self._encoding.encode(request.conversation))
+
+
+def _message(error: Exception) -> str:
+    try:
+        return str(orjson.loads(error.body)["error"]["message"])  # type: ignore[attr-defined]
+    except (ValueError, LookupError, TypeError):
+        return str(error)
+
+
+def _prompt_field(protocol: Protocol) -> str:
+    return "input" if protocol is Protocol.RESPONSES else "messages"
+
+

@@ -1,0 +1,219 @@
+"""The table of public request fields: each one is honoured, listed as ignored, or refused by name.
+
+README.md prints it, and a test holds the two together. A field that is not here is refused as unknown: what is not
+understood is never silently dropped. `null` is everywhere as good as absent.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+from schemas.api import Protocol
+from schemas.failure import Code, Failure
+
+
+class Use(StrEnum):
+    """What becomes of a field."""
+
+    HONOURED = "honoured"
+    IGNORED = "ignored"
+    REFUSED = "refused"
+
+
+class Field(NamedTuple):
+    """One request field. A refused field is let through when its value is one of `neutral`: it then asks nothing."""
+
+    use: Use
+    neutral: tuple[Any, ...] = ()
+    note: str = ""
+
+
+class Refusal(Exception):
+    """A request that is not served, and why."""
+
+    def __init__(self, code: Code, message: str, field: str = "") -> None:
+        super().__init__(message)
+        self.failure = Failure(code=code, message=message, field=field)
+
+
+def _honoured(note: str = "") -> Field:
+    return Field(Use.HONOURED, note=note)
+
+
+def _ignored(note: str = "") -> Field:
+    return Field(Use.IGNORED, note=note)
+
+
+def _refused(*neutral: Any, note: str = "") -> Field:
+    return Field(Use.REFUSED, neutral, note)
+
+
+_TEMPERATURE = "0 is greedy; an explicit value also holds while thinking"
+_TOP_P = "an explicit value also holds outside thinking"
+_SEED = "drawn at random when absent"
+_STRICT = "arguments are not constrained to the schema yet"
+_NO_CONSTRAINT = "output constraints are not enforced yet"
+
+_CHAT: dict[str, Field] = {
+    "model": _honoured("the served name or an alias"),
+    "messages": _honoured("roles system, developer (as system), user, assistant, tool, latest_reminder"),
+    "stream": _honoured(),
+    "stream_options": _honoured("`include_usage`; usage is on the last chunk with a choice in any case"),
+    "max_tokens": _honoured(),
+    "max_completion_tokens": _honoured("the same as max_tokens; both may be given if they are equal"),
+    "temperature": _honoured(_TEMPERATURE),
+    "top_p": _honoured(_TOP_P),
+    "seed": _honoured(_SEED),
+    "stop": _honoured("in the answer, not in the reasoning"),
+    "tools": _honoured("functions; calls are parsed from the output as the model writes them"),
+    "tool_choice": _honoured("`auto` and `none`; others are refused: " + _NO_CONSTRAINT),
+    "thinking": _honoured("`type`: enabled, disabled, adaptive (as enabled); `budget_tokens` is ignored"),
+    "reasoning_effort": _honoured("`none` turns thinking off"),
+    "response_format": _honoured("`text`; others are refused: " + _NO_CONSTRAINT),
+    "tools[].function.strict": _ignored(_STRICT),
+    "messages[].name": _ignored(),
+    "metadata": _ignored(),
+    "prompt_cache_key": _ignored("prefixes are found by their tokens"),
+    "prompt_cache_options": _ignored(),
+    "prompt_cache_retention": _ignored(),
+    "safety_identifier": _ignored(),
+    "service_tier": _ignored(),
+    "store": _ignored("nothing is stored"),
+    "user": _ignored(),
+    "audio": _refused(),
+    "frequency_penalty": _refused(0),
+    "function_call": _refused("auto", "none", note="use tool_choice"),
+    "functions": _refused([], note="use tools"),
+    "logit_bias": _refused({}),
+    "logprobs": _refused(False),
+    "min_p": _refused(0),
+    "modalities": _refused(["text"]),
+    "moderation": _refused(),
+    "n": _refused(1),
+    "parallel_tool_calls": _refused(True),
+    "prediction": _refused(),
+    "presence_penalty": _refused(0),
+    "repetition_penalty": _refused(1),
+    "top_k": _refused(-1, 0),
+    "top_logprobs": _refused(0),
+    "verbosity": _refused("medium"),
+    "web_search_options": _refused(),
+}
+
+_RESPONSES: dict[str, Field] = {
+    "model": _honoured("the served name or an alias"),
+    "input": _honoured("text, or items with text; reasoning items keep their `content`"),
+    "instructions": _honoured(),
+    "stream": _honoured(),
+    "stream_options": _honoured("nothing in it changes the events"),
+    "max_output_tokens": _honoured(),
+    "temperature": _honoured(_TEMPERATURE),
+    "top_p": _honoured(_TOP_P),
+    "seed": _honoured("an extension; " + _SEED),
+    "tools": _honoured("functions, namespaces and custom `apply_patch`; others are refused"),
+    "tool_choice": _honoured("`auto` and `none`; others are refused: " + _NO_CONSTRAINT),
+    "reasoning": _honoured("`effort`; `summary` is ignored"),
+    "text": _honoured("`format` text; others are refused: " + _NO_CONSTRAINT),
+    "tools[].strict": _ignored(_STRICT),
+    "access_programs": _ignored(),
+    "include": _ignored("except `message.output_text.logprobs`, which is refused"),
+    "metadata": _ignored(),
+    "prompt_cache_key": _ignored("prefixes are found by their tokens"),
+    "prompt_cache_options": _ignored(),
+    "prompt_cache_retention": _ignored(),
+    "safety_identifier": _ignored(),
+    "service_tier": _ignored(),
+    "store": _ignored("nothing is stored"),
+    "user": _ignored(),
+    "background": _refused(False),
+    "background_options": _refused(),
+    "context_management": _refused([]),
+    "conversation": _refused(),
+    "image": _refused(),
+    "max_tool_calls": _refused(),
+    "moderation": _refused(),
+    "parallel_tool_calls": _refused(True),
+    "previous_response_id": _refused(note="nothing is stored: send the whole input"),
+    "prompt": _refused(),
+    "text.verbosity": _refused("medium"),
+    "top_logprobs": _refused(0),
+    "truncation": _refused("disabled"),
+}
+
+_MESSAGES: dict[str, Field] = {
+    "model": _honoured("the served name or an alias"),
+    "messages": _honoured("text, thinking, tool_use, tool_result; an assistant turn at the end is not a prefill"),
+    "system": _honoured(),
+    "stream": _honoured(),
+    "max_tokens": _honoured("may be absent"),
+    "temperature": _honoured(_TEMPERATURE),
+    "top_p": _honoured(_TOP_P),
+    "seed": _honoured("an extension; " + _SEED),
+    "stop_sequences": _honoured("in the answer, not in the reasoning"),
+    "thinking": _honoured("`type`: enabled, disabled, adaptive (as enabled); `budget_tokens` is ignored"),
+    "tools": _honoured("client tools; server tools are refused"),
+    "tool_choice": _honoured("`auto` and `none`; others are refused: " + _NO_CONSTRAINT),
+    "output_config": _honoured("`effort`; `format` is refused: " + _NO_CONSTRAINT),
+    "tools[].strict": _ignored(_STRICT),
+    "betas": _ignored(),
+    "billing_policy": _ignored(),
+    "cache_control": _ignored("here and in blocks: prefixes are found by their tokens"),
+    "diagnostics": _ignored(),
+    "inference_geo": _ignored(),
+    "metadata": _ignored(),
+    "service_tier": _ignored(),
+    "speed": _ignored(),
+    "user_profile_id": _ignored(),
+    "workspace_id": _ignored(),
+    "compaction": _refused(),
+    "container": _refused(),
+    "context_management": _refused({}),
+    "fallback_credit_token": _refused(),
+    "fallbacks": _refused([]),
+    "mcp_servers": _refused([]),
+    "output_format": _refused(),
+    "thread": _refused(),
+    "tool_choice.disable_parallel_tool_use": _refused(False),
+    "top_k": _refused(-1, 0),
+}
+
+FIELDS: dict[Protocol, dict[str, Field]] = {
+    Protocol.CHAT_COMPLETIONS: _CHAT,
+    Protocol.RESPONSES: _RESPONSES,
+    Protocol.MESSAGES: _MESSAGES,
+    Protocol.COUNT_TOKENS: _MESSAGES,
+}
+
+
+def check(protocol: Protocol, body: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The honoured top-level fields of a request, and the names of the ignored ones that were set.
+
+    Raises Refusal naming the first field that is refused or unknown.
+    """
+    table = FIELDS[protocol]
+    kept: dict[str, Any] = {}
+    ignored: list[str] = []
+    for name, value in body.items():
+        field = table.get(name)
+        if field is None or "." in name:
+            raise Refusal(Code.BAD_REQUEST, f"unknown field {name[:64]!r}", name[:64])
+        if value is None:
+            continue
+        if field.use is Use.HONOURED:
+            kept[name] = value
+        elif field.use is Use.IGNORED:
+            ignored.append(name)
+        else:
+            refuse_unless_neutral(protocol, name, value)
+    return kept, ignored
+
+
+def refuse_unless_neutral(protocol: Protocol, name: str, value: Any) -> None:
+    """Raise Refusal if a refused field (of any depth, by its name in the table) is set to ask for something."""
+    field = FIELDS[protocol][name]
+    if value is None or any(value == n and isinstance(value, bool) == isinstance(n, bool) for n in field.neutral):
+        return
+    hint = f": {field.note}" if field.note else ""
+    allowed = f" (allowed: {', '.join(map(repr, field.neutral))})" if field.neutral else ""
+    raise Refusal(Code.UNSUPPORTED, f"{name} is not supported{allowed}{hint}", name)

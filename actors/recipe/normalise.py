@@ -1,0 +1,194 @@
+"""A request body before the library sees it: refused, corrected, or let through, field by field."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from actors.recipe.card import ModelCard
+from actors.recipe.fields import Refusal, check, refuse_unless_neutral
+from schemas.api import Protocol
+from schemas.failure import Code
+
+_IMAGES = ("image", "image_url", "input_image")
+_DOCUMENTS = ("document", "file", "input_file", "input_audio", "input_video", "video_url", "audio_url")
+_MAX_SEED = 2**63
+
+
+@dataclass(frozen=True)
+class Normal:
+    """A body the library understands, and what it would lose of the client's wishes."""
+
+    body: dict[str, Any]
+    model: str
+    ignored: list[str]
+    temperature: float | None
+    top_p: float | None
+    seed: int | None
+
+
+def parse(body: bytes) -> dict[str, Any]:
+    """The JSON object in a body. Raises Refusal."""
+    try:
+        value = orjson.loads(body)
+    except ValueError as error:
+        raise Refusal(Code.BAD_REQUEST, f"the body is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise Refusal(Code.BAD_REQUEST, f"the body is a JSON {type(value).__name__}, not an object")
+    return value
+
+
+def normalise(protocol: Protocol, value: dict[str, Any], card: ModelCard) -> Normal:
+    """Check every field, and rewrite what the library would misread. Raises Refusal."""
+    body, ignored = check(protocol, value)
+    model = body.get("model")
+    if not isinstance(model, str) or not model:
+        raise Refusal(Code.BAD_REQUEST, "model is missing: give the name of a model as text", "model")
+    if model not in card.names:
+        message = f"the model `{model[:128]}` does not exist; this server has {', '.join(card.names)}"
+        raise Refusal(Code.MODEL_NOT_FOUND, message, "model")
+    ignored.extend(_CORRECTIONS[protocol](body))
+    for part, content in (("messages", "messages"), ("input", "input"), ("system", "system")):
+        _refuse_blocks(body.get(part), content, card)
+    seed = body.pop("seed", None) if protocol is not Protocol.CHAT_COMPLETIONS else body.get("seed")
+    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < _MAX_SEED):
+        raise Refusal(Code.BAD_REQUEST, "seed must be a whole number in [0, 2^63)", "seed")
+    return Normal(
+        body=body,
+        model=model,
+        ignored=sorted(set(ignored)),
+        temperature=_number(body, "temperature"),
+        top_p=_number(body, "top_p"),
+        seed=seed,
+    )
+
+
+def _number(body: dict[str, Any], name: str) -> float | None:
+    """An explicit number; the library checks its range."""
+    value = body.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise Refusal(Code.BAD_REQUEST, f"{name} must be a number", name)
+    return float(value)
+
+
+def _correct_chat(body: dict[str, Any]) -> list[str]:
+    ignored: list[str] = []
+    longest = body.pop("max_completion_tokens", None)
+    if longest is not None:
+        if body.get("max_tokens", longest) != longest:
+            raise Refusal(Code.BAD_REQUEST, "max_tokens and max_completion_tokens differ", "max_completion_tokens")
+        body["max_tokens"] = longest
+    if isinstance(body.get("messages"), list):
+        messages = [dict(message) if isinstance(message, dict) else message for message in body["messages"]]
+        for message in messages:
+            if not isinstance(message, dict):
+                continue
+            if message.get("role") == "developer":
+                message["role"] = "system"
+            if message.get("tool_calls") == []:
+                del message["tool_calls"]
+            if message.pop("name", None) is not None:
+                ignored.append("messages[].name")
+        body["messages"] = messages
+    _refuse_format(body.get("response_format"), "response_format")
+    for tool in _dicts(body.get("tools")):
+        function = tool.get("function")
+        if isinstance(function, dict) and function.get("strict"):
+            ignored.append("tools[].function.strict")
+    _refuse_choice(body.get("tool_choice"))
+    return ignored + _ignored_budget(body)
+
+
+def _correct_responses(body: dict[str, Any]) -> list[str]:
+    ignored: list[str] = []
+    text = body.get("text")
+    if isinstance(text, dict):
+        _refuse_format(text.get("format"), "text.format")
+        refuse_unless_neutral(Protocol.RESPONSES, "text.verbosity", text.get("verbosity"))
+    for tool in _dicts(body.get("tools")):
+        if tool.get("type") not in ("function", "namespace", "custom"):
+            raise Refusal(Code.UNSUPPORTED, f"tools: the type {tool.get('type')!r} is not supported", "tools")
+        if tool.get("strict"):
+            ignored.append("tools[].strict")
+    _refuse_choice(body.get("tool_choice"))
+    return ignored
+
+
+def _correct_messages(body: dict[str, Any]) -> list[str]:
+    ignored = _ignored_budget(body)
+    config = body.get("output_config")
+    if isinstance(config, dict):
+        _refuse_format(config.get("format"), "output_config.format")
+    if isinstance(body.get("tools"), list):
+        body["tools"] = [_without_custom(tool) if isinstance(tool, dict) else tool for tool in body["tools"]]
+        if any(tool.get("strict") for tool in _dicts(body["tools"])):
+            ignored.append("tools[].strict")
+    choice = body.get("tool_choice")
+    _refuse_choice(choice)
+    if isinstance(choice, dict):
+        name = "tool_choice.disable_parallel_tool_use"
+        refuse_unless_neutral(Protocol.MESSAGES, name, choice.get("disable_parallel_tool_use"))
+    return ignored
+
+
+_CORRECTIONS = {
+    Protocol.CHAT_COMPLETIONS: _correct_chat,
+    Protocol.RESPONSES: _correct_responses,
+    Protocol.MESSAGES: _correct_messages,
+    Protocol.COUNT_TOKENS: _correct_messages,
+}
+
+
+def _without_custom(tool: dict[str, Any]) -> dict[str, Any]:
+    """A client tool may say so (`type: custom`); the library knows it only by the absence of a type."""
+    return {key: value for key, value in tool.items() if key != "type"} if tool.get("type") == "custom" else tool
+
+
+def _ignored_budget(body: dict[str, Any]) -> list[str]:
+    thinking = body.get("thinking")
+    has_budget = isinstance(thinking, dict) and thinking.get("budget_tokens") is not None
+    return ["thinking.budget_tokens"] if has_budget else []
+
+
+def _refuse_format(value: Any, name: str) -> None:
+    kind = value.get("type") if isinstance(value, dict) else value
+    if kind not in (None, "text"):
+        message = f"{name} {kind!r} is not supported: output constraints are not enforced yet; ask for it in the prompt"
+        raise Refusal(Code.UNSUPPORTED, message, name)
+
+
+def _refuse_choice(value: Any) -> None:
+    kind = value.get("type") if isinstance(value, dict) else value
+    if kind not in (None, "auto", "none"):
+        message = f"tool_choice {kind!r} is not supported: output constraints are not enforced yet; use auto or none"
+        raise Refusal(Code.UNSUPPORTED, message, "tool_choice")
+
+
+def _refuse_blocks(value: Any, name: str, card: ModelCard) -> None:
+    """Refuse content that would otherwise be dropped or replaced by a note, wherever it sits."""
+    for block in _blocks(value):
+        kind = block.get("type")
+        if kind in _IMAGES:
+            why = "images are not served yet" if card.has_vision else f"{card.name} is a text-only checkpoint"
+            raise Refusal(Code.UNSUPPORTED, f"{name}: {why}; remove the image", name)
+        if kind in _DOCUMENTS:
+            raise Refusal(Code.UNSUPPORTED, f"{name}: content of type {kind!r} is not supported; send text", name)
+
+
+def _blocks(value: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
+    """Messages, their blocks, and the blocks inside tool results."""
+    if depth == 4:
+        return
+    for item in _dicts(value):
+        yield item
+        yield from _blocks(item.get("content"), depth + 1)
+        yield from _blocks(item.get("output"), depth + 1)
+
+
+def _dicts(value: Any) -> list[dict[str, Any]]:
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []

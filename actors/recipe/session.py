@@ -1,0 +1,101 @@
+"""The output side of a request: tokens become protocol events."""
+
+from __future__ import annotations
+
+from typing import Any
+from typing import Protocol as Interface
+
+import deepseek_recipe as library
+
+from actors.recipe.converter import Converter, Prepared
+from actors.recipe.fields import Refusal
+from actors.recipe.protocol import REASONS, REQUESTS, RESPONSES, response_id
+from actors.rules.errors import error_body, error_event
+from schemas.api import Protocol
+from schemas.failure import Code, Failure
+from schemas.request import FinishReason
+
+
+class _Event(Interface):
+    def to_json(self) -> str: ...
+
+
+class Session:
+    """The output side of one request: tokens in, finished JSON out.
+
+    Streams give their events one by one (one push of the library per token, so the events do not depend on how
+    tokens were grouped); other requests give one body at the end. Nothing is given before the first token or the
+    end, so that a request that fails earlier can still be answered with a proper status.
+    """
+
+    def __init__(self, converter: Converter, prepared: Prepared, request_id: str, created_s: int) -> None:
+        self.is_stream = prepared.is_stream
+        self.is_stopped = False
+        self.num_tokens = 0
+        self._protocol = prepared.protocol
+        self._request_id = request_id
+        self._eos = converter.card.eos_token
+        self._num_events = 0
+        self._num_prompt_tokens = prepared.num_prompt_tokens
+        id = response_id(prepared.protocol, request_id)
+        generator = REQUESTS[prepared.protocol].chunk_generator(prepared.request, id, prepared.model)
+        if prepared.protocol is Protocol.RESPONSES:
+            generator = generator.with_echo(prepared.echo).with_namespace_tool_map(prepared.namespaces)
+        self._processor = library.StreamProcessor(generator, prepared.request.parsing_options, converter.tokenizer)
+        self._body: Any = None
+        if not self.is_stream:
+            body = RESPONSES[prepared.protocol]
+            self._body = body(id, prepared.model, created_s, prepared.num_prompt_tokens, 0)
+        self._is_ready = False
+
+    @property
+    def has_started(self) -> bool:
+        """Whether an event has been given out."""
+        return self._num_events > 0
+
+    def push(self, tokens: list[int]) -> list[bytes]:
+        """The events of these tokens. After it `is_stopped` tells that a stop sequence has ended the answer.
+
+        Raises Refusal(internal) if the library cannot go on.
+        """
+        events: list[_Event] = [] if self._is_ready else self._ready()
+        processor, chunk = self._processor, library.InferenceChunk.tokens
+        try:
+            for token in tokens:
+                if token != self._eos:
+                    self.num_tokens += 1
+                    events += processor.push(chunk([token]))
+                    if processor.finished:
+                        self.is_stopped = True
+                        break
+        except (RuntimeError, OverflowError) as error:
+            raise Refusal(Code.INTERNAL, f"the output could not be decoded: {error}") from error
+        return self._take(events)
+
+    def finish(self, reason: FinishReason) -> list[bytes]:
+        """The last events of a stream, or the whole body."""
+        events: list[_Event] = [] if self._is_ready else self._ready()
+        if not self._processor.finished:
+            events += self._processor.push(library.InferenceChunk.finish(REASONS[reason]))
+        events += self._processor.finish()
+        items = self._take(events)
+        return items if self._body is None else [self._body.to_json().encode()]
+
+    def fail(self, failure: Failure) -> bytes:
+        """The one item that ends a request that failed: a body if nothing was given out before, else an event."""
+        if self.has_started:
+            return error_event(self._protocol, failure, self._request_id, self._num_events)
+        return error_body(self._protocol, failure, self._request_id)
+
+    def _ready(self) -> list[_Event]:
+        self._is_ready = True
+        usage = library.PromptUsage(prompt_tokens=self._num_prompt_tokens)
+        return list(self._processor.push(library.InferenceChunk.ready(prompt_usage=usage)))
+
+    def _take(self, events: list[_Event]) -> list[bytes]:
+        if self._body is not None:
+            for event in events:
+                self._body.accumulate(event)
+            return []
+        self._num_events += len(events)
+        return [event.to_json().encode() for event in events]
