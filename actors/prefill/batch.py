@@ -91,7 +91,7 @@ class Batch:
                     num_tokens = min(job.num_left, CHUNK_GRAIN)
             step.append((job, Chunk(job.id, job.tokens[job.num_done : job.num_done + num_tokens])))
             room -= num_tokens
-            if room <= 0:
+            if room <= 0 or num_tokens < job.num_left:
                 break
         return step
 

@@ -1,0 +1,68 @@
+"""The slots of a decode replica."""
+
+from __future__ import annotations
+
+from actors.decode.slots import RETENTION_S, Generation, Slots
+from schemas.request import Cancelled, Failed, Finished, FinishReason, Resend
+from tests.actors.builders import hand_over
+
+EOS = 1
+STOP = Finished(reason=FinishReason.STOP)
+LENGTH = Finished(reason=FinishReason.LENGTH)
+
+
+class TestGeneration:
+    def test_the_end_of_sequence_token_is_not_emitted_and_ends(self) -> None:
+        generation = Generation(hand_over(max_tokens=10))
+        assert generation.advance([5, 6, EOS, 7], EOS, 100) == [5, 6]
+        assert generation.end == STOP and generation.tokens == [5, 6]
+
+    def test_stops_at_its_own_limit(self) -> None:
+        generation = Generation(hand_over(max_tokens=3))
+        assert generation.advance([5, 6], EOS, 100) == [5, 6]
+        assert generation.end is None
+        assert generation.advance([7, 8, 9], EOS, 100) == [7]
+        assert generation.end == LENGTH
+
+    def test_stops_at_the_context_limit(self) -> None:
+        generation = Generation(hand_over(num_tokens=98, max_tokens=50))
+        assert generation.advance([5, 6, 7], EOS, 100) == [5, 6]
+        assert generation.end == LENGTH
+
+
+class TestSlots:
+    def test_room_is_counted_from_arrival(self) -> None:
+        slots = Slots(1)
+        first = slots.arrive(hand_over("a"))
+        assert first is not None and slots.arrive(hand_over("b")) is None and slots.running() == []
+        first.epoch = 2
+        assert slots.running() == [first]
+        slots.leave(first, 0.0)
+        slots.leave(first, 0.0)
+        assert len(slots) == 0 and slots.arrive(hand_over("b")) is not None
+
+    def test_the_same_request_does_not_arrive_twice(self) -> None:
+        slots = Slots(4)
+        assert slots.arrive(hand_over("a")) is not None
+        assert slots.arrive(hand_over("a")) is None
+
+    def test_cancel_once(self) -> None:
+        slots = Slots(1)
+        generation = slots.arrive(hand_over("a"))
+        assert generation is not None and slots.cancel("a") and not slots.cancel("a") and not slots.cancel("zz")
+        assert generation.end == Cancelled()
+
+    def test_ended_requests_can_be_asked_for_and_refused_ones_not(self) -> None:
+        slots = Slots(2)
+        kept, refused = slots.arrive(hand_over("kept")), slots.arrive(hand_over("refused"))
+        assert kept is not None and refused is not None
+        kept.epoch, kept.tokens, kept.end = 2, [5], STOP
+        slots.leave(kept, 0.0)
+        slots.leave(refused, 0.0)
+        asked = Resend(request_ids=["kept", "refused"], first_indexes=[0, 0], epochs=[2, 2])
+        message = slots.resend("decode/d0", asked)
+        assert message.counts == [1, 0] and message.ends[0] == (0, STOP) and isinstance(message.ends[1][1], Failed)
+        later = slots.arrive(hand_over("later"))
+        assert later is not None
+        slots.leave(later, RETENTION_S + 0.1)
+        assert isinstance(slots.resend("decode/d0", asked).ends[0][1], Failed)

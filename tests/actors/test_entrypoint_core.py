@@ -1,0 +1,157 @@
+"""The request state machine and the shard."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from actors.entrypoint.request import Owner, Request, Verdict
+from actors.entrypoint.shard import RETENTION_S, SILENCE_S, Shard
+from schemas.handover import Claimed, ClaimRefused
+from schemas.message import Role
+from schemas.request import Cancelled, Finished, FinishReason, Limits, Resend
+from tests.actors.builders import submit
+
+STOP = Finished(reason=FinishReason.STOP)
+
+
+def decoding() -> Request:
+    request = Request(submit(), heard_s=0.0)
+    request.dispatch("p0", 0.0)
+    assert request.claim(1, "d0", 0.0) == Claimed(epoch=2)
+    return request
+
+
+class TestRequest:
+    def test_first_claim_wins_and_a_repeated_one_is_confirmed(self) -> None:
+        request = decoding()
+        assert request.claim(1, "d0", 1.0) == Claimed(epoch=2)
+        assert isinstance(request.claim(1, "d1", 1.0), ClaimRefused)
+        assert request.owner == Owner(Role.DECODE, "d0")
+
+    def test_a_refused_dispatch_makes_its_claim_void(self) -> None:
+        request = Request(submit(), heard_s=0.0)
+        first = request.dispatch("p0", 0.0)
+        request.refused()
+        second = request.dispatch("p1", 0.0)
+        assert isinstance(request.claim(first, "d0", 0.0), ClaimRefused)
+        assert isinstance(request.claim(second, "d0", 0.0), Claimed)
+
+    def test_tokens_of_another_epoch_do_not_count(self) -> None:
+        request = decoding()
+        assert request.accept(1, 0, [5], None, 0.0) is Verdict.STALE
+        assert request.accept(3, 0, [5], None, 0.0) is Verdict.STALE
+        assert request.tokens == []
+
+    def test_duplicates_overlaps_and_gaps(self) -> None:
+        request = decoding()
+        assert request.accept(2, 0, [1, 2], None, 0.0) is Verdict.NEWS
+        assert request.accept(2, 0, [1, 2], None, 0.0) is Verdict.STALE
+        assert request.accept(2, 3, [4], STOP, 0.0) is Verdict.GAP
+        assert request.end is None
+        assert request.accept(2, 1, [2, 3, 4], STOP, 0.0) is Verdict.NEWS
+        assert request.tokens == [1, 2, 3, 4] and request.end == STOP
+
+    def test_nothing_after_the_end(self) -> None:
+        request = decoding()
+        assert request.finish(Cancelled(), 1.0)
+        assert not request.finish(STOP, 2.0)
+        assert request.accept(2, 0, [1], STOP, 2.0) is Verdict.STALE
+        assert isinstance(request.claim(2, "d1", 2.0), ClaimRefused)
+        assert request.end == Cancelled() and request.tokens == []
+
+    @given(st.data())
+    def test_any_order_loss_and_duplication_gives_a_prefix(self, data: st.DataObject) -> None:
+        request, truth = decoding(), list(range(20))
+        pieces = data.draw(st.lists(st.tuples(st.integers(0, 19), st.integers(0, 6)), max_size=40))
+        for first, count in pieces:
+            request.accept(2, first, truth[first : first + count], None, 0.0)
+            assert request.tokens == truth[: len(request.tokens)]
+
+
+class TestShard:
+    def test_one_live_request_per_id(self) -> None:
+        shard = Shard("e0")
+        first = shard.submit(submit(), 0.0)
+        assert first is not None and shard.submit(submit(), 0.0) is None
+        shard.finish(first, STOP, 1.0)
+        assert shard.submit(submit(), 2.0) is not None
+        assert shard.num_live == 1
+
+    def test_silent_owners_are_named_and_overdue_requests_found(self) -> None:
+        shard = Shard("e0")
+        request = shard.submit(submit(limits=Limits(max_tokens=1, deadline_ns=1000)), 0.0)
+        assert request is not None and shard.silent(10.0) == {}
+        request.dispatch("p0", 10.0)
+        assert shard.silent(10.0 + SILENCE_S + 0.1) == {Owner(Role.PREFILL, "p0"): [request]}
+        assert shard.overdue(1000) == [] and shard.overdue(1001) == [request]
+
+    def test_ended_requests_can_be_asked_for_until_retention_is_over(self) -> None:
+        shard = Shard("e0")
+        request = shard.submit(submit(), 0.0)
+        assert request is not None
+        shard.finish(request, STOP, 5.0)
+        asked = Resend(request_ids=["r1"], first_indexes=[0], epochs=[0])
+        shard.forget_old(5.0 + RETENTION_S)
+        assert shard.resend(asked).ends == [(0, STOP)]
+        shard.forget_old(5.1 + RETENTION_S)
+        assert shard.get("r1") is None
+
+
+class OneEnd(RuleBasedStateMachine):
+    """However the events of a request come, it has one owner at a time and ends once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shard = Shard("e0")
+        request = self.shard.submit(submit(), 0.0)
+        assert request is not None
+        self.request = request
+        self.ends: list[Any] = []
+        self.epochs: set[int] = set()
+
+    @rule(replica=st.sampled_from(["p0", "p1"]))
+    def dispatch(self, replica: str) -> None:
+        if self.request.end is None:
+            epoch = self.request.dispatch(replica, 0.0)
+            assert epoch not in self.epochs
+            self.epochs.add(epoch)
+
+    @rule(behind=st.integers(0, 3), replica=st.sampled_from(["d0", "d1"]))
+    def claim(self, behind: int, replica: str) -> None:
+        before, owner = self.request.epoch, self.request.owner
+        answer = self.request.claim(before - behind, replica, 0.0)
+        if isinstance(answer, Claimed) and answer.epoch != before:
+            assert answer.epoch not in self.epochs
+            self.epochs.add(answer.epoch)
+        elif isinstance(answer, Claimed):
+            assert owner == Owner(Role.DECODE, replica)
+        else:
+            assert self.request.owner == owner
+
+    @rule(behind=st.integers(0, 2), first=st.integers(0, 5), count=st.integers(0, 3), is_last=st.booleans())
+    def tokens(self, behind: int, first: int, count: int, is_last: bool) -> None:
+        was_over, known = self.request.end is not None, len(self.request.tokens)
+        end = STOP if is_last else None
+        news = list(range(first, first + count))
+        verdict = self.shard.accept(self.request, self.request.epoch - behind, first, news, end, 0.0)
+        if was_over or behind:
+            assert verdict is Verdict.STALE and len(self.request.tokens) == known
+        if not was_over and self.request.end is not None:
+            self.ends.append(self.request.end)
+
+    @rule()
+    def cancel(self) -> None:
+        if self.shard.finish(self.request, Cancelled(), 0.0):
+            self.ends.append(self.request.end)
+
+    @invariant()
+    def tokens_are_in_order_and_the_end_is_one(self) -> None:
+        assert self.request.tokens == list(range(len(self.request.tokens)))
+        assert len(self.ends) <= 1 and self.shard.num_live == 1 - len(self.ends)
+
+
+TestOneEnd = OneEnd.TestCase

@@ -1,0 +1,64 @@
+"""What a prefill replica computes next."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from actors.prefill.batch import CHUNK_GRAIN, Batch, Job
+from tests.actors.builders import dispatch
+
+
+def job(id: str, num_tokens: int, *, is_admitted: bool = True) -> Job:
+    return Job(dispatch(id, num_tokens), np.arange(num_tokens, dtype=np.uint32), is_admitted=is_admitted)
+
+
+def sizes(batch: Batch, max_tokens: int) -> list[tuple[str, int]]:
+    return [(job.id, len(chunk.tokens)) for job, chunk in batch.next_step(max_tokens)]
+
+
+class TestBatch:
+    def test_first_come_first_served_and_the_last_one_cut_at_the_grain(self) -> None:
+        batch = Batch()
+        for id, num_tokens in (("a", 100), ("b", 1000), ("c", 10)):
+            batch.add(job(id, num_tokens))
+        assert sizes(batch, 512) == [("a", 100), ("b", 384)]
+
+    def test_cuts_fall_on_multiples_of_the_grain_of_the_prompt(self) -> None:
+        batch = Batch()
+        batch.add(job("a", 1000))
+        cuts, done = [], 0
+        while step := batch.next_step(300):
+            ((chosen, chunk),) = step
+            assert chunk.tokens[0] == done
+            done += len(chunk.tokens)
+            chosen.num_done = done
+            cuts.append(done)
+        assert cuts == [256, 512, 768, 1000]
+
+    def test_a_budget_below_the_grain_still_makes_progress(self) -> None:
+        batch = Batch()
+        batch.add(job("a", 1000))
+        assert sizes(batch, 5) == [("a", CHUNK_GRAIN)]
+
+    def test_waiting_jobs_are_not_computed(self) -> None:
+        batch = Batch()
+        batch.add(job("a", 10, is_admitted=False))
+        batch.add(job("b", 10))
+        assert sizes(batch, 512) == [("b", 10)]
+
+    def test_one_job_per_request(self) -> None:
+        batch = Batch()
+        batch.add(job("a", 1))
+        with pytest.raises(ValueError):
+            batch.add(job("a", 1))
+
+    def test_remove_is_idempotent_and_by_identity(self) -> None:
+        batch = Batch()
+        first, second = job("a", 1), job("a", 1)
+        batch.add(first)
+        batch.remove(second)
+        assert len(batch) == 1
+        batch.remove(first)
+        batch.remove(first)
+        assert len(batch) == 0

@@ -1,0 +1,139 @@
+"""Ownership, emission, window, outbox."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.rules.emission import MAX_TOKENS, Emission, resend_answer
+from actors.rules.outbox import BACKLOG_TOKENS, Outbox
+from actors.rules.owner import EXPIRY_S, Members, choose
+from actors.rules.window import LIMIT, SILENCE_S, Window
+from schemas.failure import Code
+from schemas.request import Failed, Finished, FinishReason, Resend
+
+STOP = Finished(reason=FinishReason.STOP)
+
+
+class TestChoose:
+    @given(st.sets(st.text(min_size=1, max_size=4), min_size=2, max_size=8), st.lists(st.text(max_size=6), max_size=50))
+    def test_a_leaving_member_moves_only_its_own_keys(self, members: set[str], keys: list[str]) -> None:
+        gone = min(members)
+        for key in keys:
+            before = choose(key, members)
+            if before != gone:
+                assert choose(key, members - {gone}) == before
+
+    def test_keys_spread_over_all_members(self) -> None:
+        owners = [choose(str(key), ["a", "b", "c", "d"]) for key in range(4000)]
+        assert all(800 < owners.count(member) < 1200 for member in "abcd")
+
+    def test_no_members_is_an_error(self) -> None:
+        with pytest.raises(ValueError):
+            choose("k", [])
+
+
+class TestMembers:
+    def test_alive_until_expiry_and_news_on_restart(self) -> None:
+        members = Members()
+        assert members.saw("a", "1", 0.0)
+        assert not members.saw("a", "1", 1.0)
+        assert members.saw("a", "2", 2.0)
+        assert members.alive(2.0 + EXPIRY_S - 0.1) == ["a"]
+        assert members.alive(2.0 + EXPIRY_S) == []
+
+    def test_forget_is_idempotent(self) -> None:
+        members = Members()
+        members.saw("a", "1", 0.0)
+        members.forget("a")
+        members.forget("a")
+        assert members.alive(0.0) == []
+
+
+class TestEmission:
+    def test_struct_of_arrays(self) -> None:
+        emission = Emission("decode/d0")
+        emission.add("a", 2, 0, [5, 6])
+        emission.add("b", 3, 4, [], STOP)
+        (message,) = emission.take()
+        assert (message.request_ids, message.epochs, message.first_indexes) == (["a", "b"], [2, 3], [0, 4])
+        assert (message.counts, message.tokens, message.ends) == ([2, 0], [5, 6], [(1, STOP)])
+        assert emission.take() == []
+
+    @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3 * MAX_TOKENS // 2)), max_size=6))
+    def test_splitting_loses_nothing_and_keeps_order(self, adds: list[tuple[str, int]]) -> None:
+        emission, sent = Emission("s"), {"a": 0, "b": 0, "c": 0}
+        for request_id, count in adds:
+            emission.add(request_id, 1, sent[request_id], range(sent[request_id], sent[request_id] + count))
+            sent[request_id] += count
+        got: dict[str, list[int]] = {"a": [], "b": [], "c": []}
+        for message in emission.take():
+            assert len(message.tokens) <= MAX_TOKENS
+            start = 0
+            arrays = zip(message.request_ids, message.first_indexes, message.counts, strict=True)
+            for request_id, first, count in arrays:
+                assert first == len(got[request_id])
+                got[request_id].extend(message.tokens[start : start + count])
+                start += count
+        assert got == {request_id: list(range(count)) for request_id, count in sent.items()}
+
+
+class TestResend:
+    def test_unknown_requests_end_as_lost_under_the_epoch_asked_with(self) -> None:
+        asked = Resend(request_ids=["gone"], first_indexes=[3], epochs=[9])
+        message = resend_answer("decode/d0", asked, lambda _: None)
+        assert message.epochs == [9]
+        ((index, end),) = message.ends
+        assert index == 0 and isinstance(end, Failed) and end.failure.code is Code.WORKER_LOST
+
+    def test_tokens_from_the_index_asked_for_and_the_end(self) -> None:
+        asked = Resend(request_ids=["a"], first_indexes=[2], epochs=[1])
+        message = resend_answer("s", asked, lambda _: (4, [10, 11, 12], STOP))
+        assert (message.epochs, message.first_indexes, message.tokens, message.ends) == ([4], [2], [12], [(0, STOP)])
+
+    def test_an_answer_that_does_not_fit_is_cut_and_has_no_end(self) -> None:
+        asked = Resend(request_ids=["a", "b"], first_indexes=[0, 0], epochs=[1, 1])
+        held = {"a": (1, list(range(MAX_TOKENS + 5)), STOP), "b": (1, [7], STOP)}
+        message = resend_answer("s", asked, held.get)
+        assert message.counts == [MAX_TOKENS, 0] and message.ends == []
+
+
+class TestWindow:
+    def test_shuts_at_the_limit_and_opens_with_a_receipt(self) -> None:
+        window = Window()
+        for _ in range(LIMIT):
+            assert window.may_send(0.0)
+            window.sent(0.0)
+        assert not window.may_send(0.1)
+        window.taken(0.2)
+        assert window.may_send(0.2)
+
+    def test_lost_receipts_open_it_by_time(self) -> None:
+        window = Window()
+        for _ in range(LIMIT):
+            window.sent(0.0)
+        assert not window.may_send(SILENCE_S)
+        assert window.may_send(SILENCE_S + 0.1)
+
+
+class TestOutbox:
+    def test_gathers_behind_a_shut_window(self) -> None:
+        outbox = Outbox("s")
+        for index in range(LIMIT):
+            outbox.add("x", "r", 1, index, [index])
+            assert len(outbox.take(0.0)) == 1
+        outbox.add("x", "r", 1, LIMIT, [1])
+        outbox.add("x", "r", 1, LIMIT + 1, [2])
+        outbox.add("y", "q", 1, 0, [9])
+        assert [destination for destination, _ in outbox.take(0.1)] == ["y"]
+        outbox.taken("x", 0.2)
+        ((destination, message),) = outbox.take(0.2)
+        assert destination == "x" and message.tokens == [1, 2]
+
+    def test_backlog_shows_and_a_dropped_destination_has_none(self) -> None:
+        outbox = Outbox("s")
+        outbox.add("x", "r", 1, 0, range(BACKLOG_TOKENS + 1))
+        assert outbox.is_backlogged("x")
+        outbox.drop("x")
+        assert not outbox.is_backlogged("x") and outbox.take(0.0) == []
