@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from schemas.api import Answer, Call, Called, Protocol, StreamBatch
+from schemas.api import Answer, Call, Called, Probe, Probed, Protocol, StreamBatch
 from schemas.handover import Claim, Claimed, ClaimRefused, Dispatch, Dispatched, HandedOver, HandOver, Refused
 from schemas.liveness import Ping, Pong, ProcessExited
 from schemas.message import Message, Role
@@ -119,7 +119,7 @@ def api(protocol: Protocol) -> str:
 
 
 SUBJECTS: tuple[Subject[Any, Any], ...] = (
-    *(CALL, RECIPE_CANCEL, RECIPE_TOKENS, STREAM),
+    *(CALL, RECIPE_CANCEL, RECIPE_TOKENS, PROBE, STREAM),
     *(SUBMIT, CANCEL, CLAIM, TOKENS, RESEND),
     *(ROUTE_PREFILL, RELEASE_PREFILL, ROUTE_DECODE, RELEASE_DECODE),
     *(DISPATCH, CANCEL_PREFILL, RESEND_PREFILL, HAND_OVER, CANCEL_DECODE, RESEND_DECODE),

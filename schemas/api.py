@@ -36,11 +36,15 @@ class Call(Message, frozen=True):
 
 
 class Called(Message, frozen=True):
-    """The call was taken. `is_stream`: events follow one by one; otherwise one body follows."""
+    """The call was taken. `is_stream`: events follow one by one; otherwise one body follows.
+
+    `ignored` names the fields that were set and have no effect.
+    """
 
     recipe: str
     request_id: str
     is_stream: bool
+    ignored: list[str] = []
 
 
 class Answer(Message, frozen=True):
@@ -69,3 +73,16 @@ class StreamBatch(Message, frozen=True):
     last: list[int] = []
     statuses: list[tuple[int, int]] = []
     large: list[tuple[int, Handle]] = []
+
+
+class Probe(Message, frozen=True):
+    """Gateway → the recipe of these streams, which have been silent: finds lost items and forgotten streams."""
+
+    gateway: str
+    stream_ids: list[int]
+
+
+class Probed(Message, frozen=True):
+    """The number of the next item of each stream asked for; -1 for a stream that is not known here."""
+
+    next_seqs: list[int]
