@@ -70,6 +70,7 @@ CALL: Subject[Call, Called | Answer] = Subject(
 )
 RECIPE_CANCEL: Subject[Cancel, CancelAcknowledged] = Subject(Role.RECIPE, "cancel", Cancel, CancelAcknowledged)
 RECIPE_TOKENS: Subject[TokensEmitted, Taken] = Subject(Role.RECIPE, "tokens", TokensEmitted, Taken)
+PROBE: Subject[Probe, Probed] = Subject(Role.RECIPE, "probe", Probe, Probed)
 STREAM: Subject[StreamBatch, Taken] = Subject(Role.GATEWAY, "stream", StreamBatch, Taken)
 
 # Entrypoint
