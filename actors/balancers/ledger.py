@@ -51,7 +51,12 @@ class Ledger:
         self._holder: dict[int, str] = {}
 
     def report(self, report: LoadReported, now_s: float) -> None:
-        """Take a replica's own word. Late reports of the same incarnation are ignored."""
+        """Take a replica's own word. Late reports of the same incarnation are ignored.
+
+        Replicas not heard of for EXPIRY_S are taken for lost.
+        """
+        for silent in [r.id for r in self._replicas.values() if now_s - r.seen_s >= EXPIRY_S]:
+            self.lost(silent)
         replica = self._replicas.get(report.id)
         if replica is not None and replica.incarnation == report.incarnation:
             if report.seq <= replica.seq:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -57,7 +58,7 @@ class Prefill(Actor):
         self._bulk = bulk
         self._engine = engine
         self.batch = Batch()
-        self._leaving: dict[str, tuple[Job, asyncio.Task[None]]] = {}
+        self._leaving: dict[str, tuple[Job, asyncio.Event]] = {}
         self._spans: dict[str, tuple[Span, Span]] = {}
         self._has_work = asyncio.Event()
 
@@ -132,7 +133,8 @@ class Prefill(Actor):
                 self._drop(job)
             self._has_work.set()
         if leaving is not None:
-            leaving[1].cancel()
+            leaving[0].is_cancelled = True
+            leaving[1].set()
         was_running = job is not None or leaving is not None
         return CancelAcknowledged(request_id=cancel.request_id, was_running=was_running)
 
@@ -172,9 +174,9 @@ class Prefill(Actor):
         state = await self._engine.export(job.id)
         self._engine.free(job.id)
         self.batch.remove(job)
-        task = self.spawn(self._hand_over(job, state))
-        self._leaving[job.id] = (job, task)
-        task.add_done_callback(lambda _: self._on_left(job))
+        cancelled = asyncio.Event()
+        self._leaving[job.id] = (job, cancelled)
+        self.spawn(self._hand_over(job, state, cancelled))
 
     def _drop(self, job: Job) -> None:
         """A cancelled job leaves. Only between steps, or before it was admitted."""
@@ -182,12 +184,6 @@ class Prefill(Actor):
             self._engine.free(job.id)
         self.batch.remove(job)
         self._close(job)
-
-    def _on_left(self, job: Job) -> None:
-        """Handed over, failed or cancelled on the way out."""
-        self._leaving.pop(job.id, None)
-        self._close(job)
-        self._has_work.set()
 
     def _close(self, job: Job) -> None:
         """Once for each job, however it ended."""
@@ -199,21 +195,25 @@ class Prefill(Actor):
 
     # Handing over
 
-    async def _hand_over(self, job: Job, state: bytes) -> None:
+    async def _hand_over(self, job: Job, state: bytes, cancelled: asyncio.Event) -> None:
+        """Find a decode replica that takes the state. A cancelled one goes on to the next answer, then stops: so no
+        reservation and no offer is ever left behind."""
         span = self._next_phase(job.id, "hand over")
         span.set_attribute("shoal.state_bytes", len(state))
         with trace.use_span(span):
             try:
-                async with asyncio.timeout(PATIENCE_S):
-                    await self._offer_until_taken(job, state)
-            except TimeoutError:
-                await self._fail(job, Failure(code=Code.OVERLOADED, message=f"no room in decode for {PATIENCE_S:g} s"))
+                await self._offer_until_taken(job, state, cancelled)
             except BusError as error:
                 await self._fail(job, error.failure)
+        self._leaving.pop(job.id, None)
+        self._close(job)
+        self._has_work.set()
 
-    async def _offer_until_taken(self, job: Job, state: bytes) -> None:
+    async def _offer_until_taken(self, job: Job, state: bytes, cancelled: asyncio.Event) -> None:
+        loop = asyncio.get_running_loop()
+        give_up_s = loop.time() + PATIENCE_S
         excluded: list[str] = []
-        while True:
+        while not job.is_cancelled:
             wanted = Route(
                 request_id=job.id,
                 num_new=job.dispatch.limits.max_tokens,
@@ -223,23 +223,23 @@ class Prefill(Actor):
             try:
                 routed = await self.bus.ask(ROUTE_DECODE.any(), wanted, timeout_s=ROUTE_S)
             except BusError:
+                if loop.time() > give_up_s:
+                    raise
                 excluded = []
-                await asyncio.sleep(PAUSE_S)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(cancelled.wait(), PAUSE_S)
                 continue
-            is_over = False
-            try:
-                is_over = await self._offer(job, state, routed)
-            finally:
-                if not is_over:
-                    release = Release(reservation=routed.reservation)
-                    await self.bus.tell(RELEASE_DECODE.at(routed.balancer), release)
-            if is_over:
+            if not job.is_cancelled and await self._offer(job, state, routed):
                 return
+            await self.bus.tell(RELEASE_DECODE.at(routed.balancer), Release(reservation=routed.reservation))
             excluded = [*excluded, routed.replica]
 
     async def _offer(self, job: Job, state: bytes, routed: Routed) -> bool:
-        """Offer the state to one decode replica. True if it took it; raises BusError if no one else can."""
-        handle = self._bulk.offer(state, lease_s=HAND_OVER_S)
+        """Offer the state to one decode replica. True if it took it."""
+        try:
+            handle = self._bulk.offer(state, lease_s=HAND_OVER_S)
+        except BusError:
+            return False  # too much is on offer already
         offer = HandOver(
             request_id=job.id,
             entrypoint=job.dispatch.entrypoint,
@@ -259,7 +259,7 @@ class Prefill(Actor):
         finally:
             self._bulk.withdraw(handle)
         if isinstance(answer, Refused) and answer.is_final:
-            raise fail(Code.TRANSFER_FAILED, answer.reason)
+            job.is_cancelled = True  # it has ended, or is owned elsewhere
         return not isinstance(answer, Refused)
 
     async def _fail(self, job: Job, failure: Failure) -> None:

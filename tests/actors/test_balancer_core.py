@@ -31,9 +31,10 @@ class TestLedger:
         ledger = Ledger()
         ledger.report(report("p0"), 0.0)
         ledger.reserve(11, replica(ledger, "p0"), 1, 0.0)
-        ledger.report(report("p0", seq=2), SETTLE_S)
+        ledger.report(report("p0", seq=2), SETTLE_S - EXPIRY_S + 0.5)
+        ledger.report(report("p0", seq=3), SETTLE_S)
         assert ledger.num_reserved == 1
-        ledger.report(report("p0", seq=3), SETTLE_S + 0.1)
+        ledger.report(report("p0", seq=4), SETTLE_S + 0.1)
         assert ledger.num_reserved == 0
 
     def test_late_reports_are_ignored_and_a_restart_clears(self) -> None:
@@ -50,6 +51,15 @@ class TestLedger:
         ledger.report(report("p0"), 0.0)
         assert ledger.eligible(["p0"], 0.0) == []
         assert ledger.eligible([], EXPIRY_S) == []
+
+    def test_a_silent_replica_is_lost_with_its_reservations(self) -> None:
+        ledger = Ledger()
+        ledger.report(report("p0"), 0.0)
+        ledger.reserve(1, replica(ledger, "p0"), 1, 0.0)
+        ledger.report(report("p1"), EXPIRY_S - 0.1)
+        assert ledger.num_reserved == 1
+        ledger.report(report("p1", seq=2), EXPIRY_S)
+        assert ledger.num_reserved == 0 and ledger.num_replicas == 1
 
     def test_reservations_another_balancer_made_are_seen(self) -> None:
         ledger = Ledger()

@@ -1,0 +1,201 @@
+"""A request through entrypoint, balancers, prefill and decode, and every way it can go wrong on the way."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from bus.bus import BusError
+from kernels.timed import StepCost
+from run.virtual import run_virtual
+from schemas.failure import Code
+from schemas.request import Cancelled, CancelReason, Failed, Finished, FinishReason, Limits, Sampling
+from tests.actors.builders import submit
+from tests.actors.core import core, quiet
+
+LENGTH = Finished(reason=FinishReason.LENGTH)
+SLOW = StepCost(step_ns=10_000_000)
+
+
+def test_a_request_ends_once_and_nothing_is_held() -> None:
+    async def main() -> None:
+        async with core() as system:
+            tokens, end = await system.finish(submit("r1", num_tokens=300, max_tokens=12))
+            assert len(tokens) == 12 and end == LENGTH
+            assert await quiet(system) == {}
+
+    run_virtual(main())
+
+
+def test_the_same_tokens_alone_and_among_many_on_other_replicas() -> None:
+    async def main() -> None:
+        requests = [
+            submit(
+                f"r{i}",
+                num_tokens=1 + 37 * i % 500,
+                max_tokens=5 + i % 20,
+                sampling=Sampling(temperature=i % 2, top_p=1.0, seed=i),
+            )
+            for i in range(64)
+        ]
+        async with core(1, 1, SLOW) as system:
+            alone = [(await system.finish(request))[0] for request in requests]
+        async with core(3, 3, SLOW) as system:
+            together = await asyncio.gather(*(system.finish(request) for request in requests))
+            assert [tokens for tokens, _ in together] == alone
+            assert await quiet(system) == {}
+
+    run_virtual(main())
+
+
+def test_a_prompt_too_long_for_a_message_travels_by_handle() -> None:
+    async def main() -> None:
+        async with core() as system:
+            await system.add_prefill("big", max_tokens=400_000, max_step_tokens=100_000)
+            await system.add_decode("big", max_tokens=400_000)
+            system.kill("prefill/p0")
+            system.kill("decode/d0")
+            request = submit("r1", num_tokens=300_000, max_tokens=3)
+            prompt = await system.bulks["entrypoint/e0"].wrap(request.prompt.inline)
+            tokens, end = await system.finish(submit("r1", num_tokens=300_000, max_tokens=3, prompt=prompt))
+            assert len(tokens) == 3 and end == LENGTH
+
+    run_virtual(main())
+
+
+def test_a_prompt_over_the_limit_is_a_typed_error() -> None:
+    async def main() -> None:
+        async with core() as system:
+            tokens, end = await system.finish(submit("r1", num_tokens=1000))
+            assert tokens == [] and isinstance(end, Failed) and end.failure.code is Code.CONTEXT_LENGTH
+            assert await quiet(system) == {}
+
+    run_virtual(main())
+
+
+def test_the_same_id_twice_at_once_is_refused_and_later_is_not() -> None:
+    async def main() -> None:
+        async with core(cost=SLOW) as system:
+            await system.send(submit("r1"))
+            with pytest.raises(BusError) as refused:
+                await system.send(submit("r1"))
+            assert refused.value.code is Code.DUPLICATE_REQUEST
+            await system.listener.over("r1").wait()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.001, 0.015, 0.03, 0.05, 0.1, 0.3])
+@pytest.mark.parametrize("reason", list(CancelReason))
+def test_cancel_at_any_time_frees_everything_within_a_step(delay_s: float, reason: CancelReason) -> None:
+    async def main() -> None:
+        async with core(2, 2, SLOW) as system:
+            for i in range(8):
+                await system.send(submit(f"r{i}", num_tokens=600, max_tokens=300))
+            await asyncio.sleep(delay_s)
+            for i in range(8):
+                assert (await system.cancel(f"r{i}", reason)).was_running
+                assert not (await system.cancel(f"r{i}", reason)).was_running
+            loop = asyncio.get_running_loop()
+            asked_s = loop.time()
+            assert await quiet(system) == {}
+            assert loop.time() - asked_s <= 0.05
+            stopped = Finished(reason=FinishReason.STOP)
+            expected = stopped if reason is CancelReason.STOP_SEQUENCE else Cancelled()
+            assert list(system.listener.ends.values()) == [expected] * 8
+
+    run_virtual(main())
+
+
+def test_a_recipe_that_vanished_frees_its_requests() -> None:
+    async def main() -> None:
+        async with core(cost=SLOW) as system:
+            await system.send(submit("r1", max_tokens=900))
+            await asyncio.sleep(0.5)
+            system.kill("recipe/rc0")
+            assert await quiet(system, 5.0) == {}
+
+    run_virtual(main())
+
+
+def test_the_deadline_ends_a_request() -> None:
+    async def main() -> None:
+        async with core(cost=SLOW) as system:
+            limits = Limits(max_tokens=900, deadline_ns=2_000_000_000)
+            _, end = await system.finish(submit("r1", limits=limits))
+            assert isinstance(end, Failed) and end.failure.code is Code.DEADLINE_EXCEEDED
+            assert await quiet(system) == {}
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("victim", ["prefill/p0", "decode/d0"])
+@pytest.mark.parametrize("delay_s", [0.0, 0.02, 0.04, 0.06, 0.2])
+def test_a_killed_worker_ends_or_completes_its_requests_and_new_ones_succeed(victim: str, delay_s: float) -> None:
+    async def main() -> None:
+        async with core(2, 2, SLOW) as system:
+            requests = [submit(f"r{i}", num_tokens=500, max_tokens=50) for i in range(8)]
+            for request in requests:
+                await system.send(request)
+            await asyncio.sleep(delay_s)
+            system.kill(victim)
+            for request in requests:
+                await asyncio.wait_for(system.listener.over(request.request_id).wait(), 120)
+            for request in requests:
+                end = system.listener.ends[request.request_id]
+                tokens = system.listener.tokens[request.request_id]
+                if isinstance(end, Failed):
+                    assert end.failure.code is Code.WORKER_LOST
+                else:
+                    assert end == LENGTH and len(tokens) == 50
+            _, end = await system.finish(submit("after"))
+            assert end == LENGTH
+            assert await quiet(system) == {}
+
+    run_virtual(main())
+
+
+def test_without_replicas_a_request_waits_for_one_to_come_back() -> None:
+    async def main() -> None:
+        async with core(0, 1) as system:
+            await system.send(submit("r1"))
+            await asyncio.sleep(5)
+            assert "r1" not in system.listener.ends
+            await system.add_prefill("p9")
+            await system.listener.over("r1").wait()
+            assert system.listener.ends["r1"] == LENGTH
+
+    run_virtual(main())
+
+
+def test_without_replicas_for_too_long_it_is_a_typed_error() -> None:
+    async def main() -> None:
+        async with core(0, 1) as system:
+            _, end = await system.finish(submit("r1"))
+            assert isinstance(end, Failed) and end.failure.code is Code.NO_REPLICA
+
+    run_virtual(main())
+
+
+def test_more_requests_than_decode_slots_wait_and_all_finish() -> None:
+    async def main() -> None:
+        async with core(1, 1, SLOW) as system:
+            ends = await asyncio.gather(*(system.finish(submit(f"r{i}", max_tokens=20)) for i in range(30)))
+            assert [end for _, end in ends] == [LENGTH] * 30
+            assert await quiet(system) == {}
+
+    run_virtual(main())
+
+
+def test_stopping_ends_every_request() -> None:
+    async def main() -> None:
+        async with core(cost=SLOW) as system:
+            await system.send(submit("r1", max_tokens=900))
+            await asyncio.sleep(0.5)
+            system.tasks["entrypoint/e0"].cancel()
+            await system.listener.over("r1").wait()
+            end = system.listener.ends["r1"]
+            assert isinstance(end, Failed) and end.failure.code is Code.SHUTTING_DOWN
+
+    run_virtual(main())
