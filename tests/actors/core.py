@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,12 +12,11 @@ from actors.decode.actor import Decode
 from actors.entrypoint.actor import Entrypoint
 from actors.prefill.actor import Prefill
 from bus.actor import Actor, Envelope, Handler
-from bus.bulk import MemoryBulk, MemoryHub
-from bus.bus import Bus, Seams
-from bus.memory import MemoryBroker, MemoryWire
+from bus.bus import Bus
 from bus.subjects import CANCEL, RECIPE_TOKENS, SUBMIT, Subject
 from kernels.engine import EngineInfo
 from kernels.timed import StepCost, TimedEngine
+from run.simulator import World
 from schemas.message import Role
 from schemas.request import Cancel, CancelAcknowledged, CancelReason, End, Submit, Taken, TokensEmitted
 
@@ -72,69 +70,14 @@ class Listener(Actor):
         return self._is_over.setdefault(request_id, asyncio.Event())
 
 
-class Core:
-    """The actors of a small system, each on a wire of its own so that it can be cut."""
+class Core(World):
+    """The actors of a small system, and what a client does with it."""
 
-    def __init__(self, seed: int = 0) -> None:
-        self.random = random.Random(seed)
-        self.broker = MemoryBroker()
-        self.hub = MemoryHub()
-        self.wires: dict[str, MemoryWire] = {}
-        self.bulks: dict[str, MemoryBulk] = {}
-        self.tasks: dict[str, asyncio.Task[None]] = {}
-        self.actors: dict[str, Actor] = {}
+    async def with_prefill(self, id: str, cost: StepCost | None = None, **fields: Any) -> None:
+        await self.add_prefill(id, TimedEngine(info(**fields), VOCABULARY, cost))
 
-    async def bus(self, name: str) -> Bus:
-        clock = asyncio.get_running_loop().time
-        wire = self.wires[name] = MemoryWire(self.broker)
-        bus = Bus(wire, Seams(clock_ns=lambda: int(clock() * 1e9), random=self.random, host="host", pid=1))
-        await bus.open()
-        return bus
-
-    async def bulk(self, name: str) -> MemoryBulk:
-        bulk = self.bulks[name] = MemoryBulk(self.hub)
-        await bulk.start()
-        return bulk
-
-    async def add(self, actor: Actor) -> None:
-        """Start an actor and wait until it is ready."""
-        name = f"{actor.role}/{actor.id}"
-        ready = asyncio.Event()
-        self.actors[name] = actor
-        task = self.tasks[name] = asyncio.create_task(actor.run(ready.set), name=name)
-        waiter = asyncio.create_task(ready.wait())
-        await asyncio.wait([task, waiter], return_when=asyncio.FIRST_COMPLETED)
-        waiter.cancel()
-        if task.done():
-            task.result()
-
-    async def add_prefill(self, id: str, cost: StepCost | None = None, **fields: Any) -> Prefill:
-        name = f"prefill/{id}"
-        engine = TimedEngine(info(**fields), VOCABULARY, cost)
-        prefill = Prefill(id, await self.bus(name), await self.bulk(name), engine)
-        await self.add(prefill)
-        return prefill
-
-    async def add_decode(self, id: str, cost: StepCost | None = None, **fields: Any) -> Decode:
-        name = f"decode/{id}"
-        engine = TimedEngine(info(**fields), VOCABULARY, cost)
-        decode = Decode(id, await self.bus(name), await self.bulk(name), engine)
-        await self.add(decode)
-        return decode
-
-    def kill(self, name: str) -> None:
-        """End an actor without a word: it loses its wire and bulk first, so that its clean-up cannot speak."""
-        self.wires[name].cut()
-        if name in self.bulks:
-            self.bulks[name].cut()
-        self.tasks[name].cancel()
-
-    async def stop(self) -> None:
-        for task in reversed(self.tasks.values()):
-            task.cancel()
-        await asyncio.gather(*self.tasks.values(), return_exceptions=True)
-
-    # What a client does
+    async def with_decode(self, id: str, cost: StepCost | None = None, **fields: Any) -> None:
+        await self.add_decode(id, TimedEngine(info(**fields), VOCABULARY, cost))
 
     @property
     def listener(self) -> Listener:
@@ -181,16 +124,15 @@ class Core:
 @asynccontextmanager
 async def core(num_prefill: int = 1, num_decode: int = 1, cost: StepCost | None = None) -> AsyncIterator[Core]:
     """A running system; whatever a test does in it, no rule of the token stream may have been broken."""
-    system = Core()
+    system = Core(seed=0)
     try:
         await system.add(Listener("rc0", await system.bus("recipe/rc0")))
-        await system.add(PrefillBalancer("pb0", await system.bus("prefill-balancer/pb0")))
-        await system.add(DecodeBalancer("db0", await system.bus("decode-balancer/db0")))
+        await system.add_balancers()
         for index in range(num_prefill):
-            await system.add_prefill(f"p{index}", cost)
+            await system.with_prefill(f"p{index}", cost)
         for index in range(num_decode):
-            await system.add_decode(f"d{index}", cost)
-        await system.add(Entrypoint("e0", await system.bus("entrypoint/e0"), await system.bulk("entrypoint/e0")))
+            await system.with_decode(f"d{index}", cost)
+        await system.add_entrypoint("e0")
         yield system
         assert system.listener.wrongs == []
     finally:

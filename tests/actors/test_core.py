@@ -52,8 +52,8 @@ def test_the_same_tokens_alone_and_among_many_on_other_replicas() -> None:
 def test_a_prompt_too_long_for_a_message_travels_by_handle() -> None:
     async def main() -> None:
         async with core() as system:
-            await system.add_prefill("big", max_tokens=400_000, max_step_tokens=100_000)
-            await system.add_decode("big", max_tokens=400_000)
+            await system.with_prefill("big", max_tokens=400_000, max_step_tokens=100_000)
+            await system.with_decode("big", max_tokens=400_000)
             system.kill("prefill/p0")
             system.kill("decode/d0")
             request = submit("r1", num_tokens=300_000, max_tokens=3)
@@ -162,7 +162,7 @@ def test_without_replicas_a_request_waits_for_one_to_come_back() -> None:
             await system.send(submit("r1"))
             await asyncio.sleep(5)
             assert "r1" not in system.listener.ends
-            await system.add_prefill("p9")
+            await system.with_prefill("p9")
             await system.listener.over("r1").wait()
             assert system.listener.ends["r1"] == LENGTH
 

@@ -1,0 +1,127 @@
+"""The seed of the simulator: the real actors on the memory bus, timed engines, and nothing else of the world.
+
+Run it under `run.virtual`: one seed then gives one history, which `World.history` digests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+
+from actors.balancers.actor import DecodeBalancer, PrefillBalancer
+from actors.decode.actor import Decode
+from actors.entrypoint.actor import Entrypoint
+from actors.prefill.actor import Prefill
+from actors.recipe.actor import Recipe
+from actors.recipe.card import ModelCard
+from bus.actor import Actor
+from bus.bulk import MemoryBulk, MemoryHub
+from bus.bus import Bus, Delivery, Seams
+from bus.memory import MemoryBroker, MemoryWire
+from kernels.engine import EngineInfo
+from kernels.timed import StepCost, TimedEngine
+
+
+class RecordingBroker(MemoryBroker):
+    """Digests everything that is published, with its time: equal digests, equal histories."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._history = hashlib.sha256()
+        self.num_messages = 0
+
+    def publish(self, source: MemoryWire, delivery: Delivery) -> None:
+        at = asyncio.get_running_loop().time()
+        self._history.update(f"{at!r} {delivery.subject} {delivery.reply} {len(delivery.body)} ".encode())
+        self._history.update(delivery.body)
+        self.num_messages += 1
+        super().publish(source, delivery)
+
+    @property
+    def history(self) -> str:
+        return self._history.hexdigest()
+
+
+class World:
+    """Actors by `role/id`, each with a wire and bulk of its own, so that it can be cut off and killed."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.broker = RecordingBroker()
+        self.actors: dict[str, Actor] = {}
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+        self.wires: dict[str, MemoryWire] = {}
+        self.bulks: dict[str, MemoryBulk] = {}
+        self._hub = MemoryHub()
+
+    async def bus(self, name: str) -> Bus:
+        """A bus for one actor or client, on the virtual clock and the world's chance."""
+        clock = asyncio.get_running_loop().time
+        wire = self.wires[name] = MemoryWire(self.broker)
+        bus = Bus(wire, Seams(clock_ns=lambda: int(clock() * 1e9), random=self.random, host="host", pid=1))
+        await bus.open()
+        return bus
+
+    async def bulk(self, name: str) -> MemoryBulk:
+        """A bulk for one actor."""
+        bulk = self.bulks[name] = MemoryBulk(self._hub)
+        await bulk.start()
+        return bulk
+
+    async def add(self, actor: Actor) -> None:
+        """Start an actor and wait until it is ready. Raises what ended it, if that came first."""
+        name = f"{actor.role}/{actor.id}"
+        ready = asyncio.get_running_loop().create_future()
+        self.actors[name] = actor
+        task = self.tasks[name] = asyncio.create_task(actor.run(lambda: ready.set_result(None)), name=name)
+        await asyncio.wait([task, ready], return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+
+    async def add_prefill(self, id: str, engine: TimedEngine) -> None:
+        name = f"prefill/{id}"
+        await self.add(Prefill(id, await self.bus(name), await self.bulk(name), engine))
+
+    async def add_decode(self, id: str, engine: TimedEngine) -> None:
+        name = f"decode/{id}"
+        await self.add(Decode(id, await self.bus(name), await self.bulk(name), engine))
+
+    async def add_balancers(self) -> None:
+        await self.add(PrefillBalancer("pb0", await self.bus("prefill-balancer/pb0")))
+        await self.add(DecodeBalancer("db0", await self.bus("decode-balancer/db0")))
+
+    async def add_entrypoint(self, id: str) -> None:
+        name = f"entrypoint/{id}"
+        await self.add(Entrypoint(id, await self.bus(name), await self.bulk(name)))
+
+    async def add_recipe(self, id: str, card: ModelCard) -> None:
+        name = f"recipe/{id}"
+        await self.add(Recipe(id, await self.bus(name), await self.bulk(name), card))
+
+    def kill(self, name: str) -> None:
+        """End an actor without a word: it loses its wire and bulk first, so that its clean-up cannot speak."""
+        self.wires[name].cut()
+        if name in self.bulks:
+            self.bulks[name].cut()
+        self.tasks[name].cancel()
+
+    async def stop(self) -> None:
+        """Stop all actors, the last one first."""
+        for task in reversed(self.tasks.values()):
+            task.cancel()
+            await asyncio.wait([task])
+
+
+def engine_for(card: ModelCard, vocab_size: int, cost: StepCost, num_slots: int = 16) -> TimedEngine:
+    """A timed engine that serves a model card: its context, and ordinary tokens of its vocabulary."""
+    info = EngineInfo(
+        model=card.name,
+        layout="timed",
+        vocab_size=vocab_size,
+        eos_token=card.eos_token,
+        max_tokens=card.context_tokens,
+        num_slots=num_slots,
+        max_step_tokens=2048,
+    )
+    return TimedEngine(info, range(vocab_size // 2, vocab_size), cost, mean_output=64)
