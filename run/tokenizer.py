@@ -16,7 +16,7 @@ SYSTEM = "<｜System｜>"
 IMAGE = "<｜image｜>"
 
 # Control tokens after the ordinary vocabulary, in the official order (V4.1 names); True where decoding may skip them.
-_CONTROL = (
+CONTROL = (
     (SYSTEM, True),
     ("<｜fim▁hole｜>", False),
     ("<｜fim▁begin｜>", False),
@@ -59,13 +59,13 @@ def train(vocab_size: int) -> Tokenizer:
     tokenizer.decoder = ByteLevelDecoder()
     tokenizer.post_processor = ByteLevelProcessor(trim_offsets=False)
     trainer = BpeTrainer(
-        vocab_size=vocab_size - len(_CONTROL),
+        vocab_size=vocab_size - len(CONTROL),
         special_tokens=[_added(text, special=True) for text in (BOS, EOS, PAD)],
         initial_alphabet=ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts(), trainer)
-    for text, special in _CONTROL:
+    for text, special in CONTROL:
         add = tokenizer.add_special_tokens if special else tokenizer.add_tokens
         add([_added(text, special=special)])
     if tokenizer.get_vocab_size() != vocab_size:
