@@ -64,7 +64,7 @@ class Attention:
         if self.indexer is not None:
             step.key_sets = self.indexer.forward(queries[:, num_q:], projected[-1], step)
         out = self._attend(q, kv, step)
-        out = r(rotate_(out, rotation.inverse())).view(len(x), c.o_groups, -1)
+        out = r(rotate_(out, rotation.inverse)).view(len(x), c.o_groups, -1)
         return r(linear(r(grouped_linear(out, self.wo_a)), self.wo_b))
 
     def _attend(self, q: torch.Tensor, kv: torch.Tensor, step: Step) -> torch.Tensor:
@@ -91,7 +91,7 @@ class Attention:
         """
         num, length, dim = group.num_segments, group.length, kv.shape[-1]
         window = self.config.sliding_window
-        before = ring[group.prefix].to(kv.dtype).view(num, window - 1, dim)
-        run = torch.cat((before, kv.view(num, length, dim)), 1)
+        before = ring.index_select(0, group.prefix).view(num, window - 1, dim)
+        run = torch.cat((before, kv.view(num, length, dim)), 1)  # to fp32, exactly
         view = run.as_strided((num, length, window, dim), ((window - 1 + length) * dim, dim, dim, 1))
         return view.reshape(num * length, window, dim)

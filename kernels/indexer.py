@@ -88,7 +88,7 @@ class Indexer:
         key_sets = []
         for start in range(0, most, index.PICK_TILE):
             tile = picks[:, start : start + index.PICK_TILE]
-            keys = flat[(tile.clamp(min=0) + base).reshape(-1)].to(torch.float32)
+            keys = flat.index_select(0, (tile.clamp(min=0) + base).reshape(-1)).to(torch.float32)
             bias = torch.zeros(tile.shape).masked_fill_(tile < 0, -torch.inf)
             key_sets.append(KeySet(keys.view(*tile.shape, -1), bias))
         return tuple(key_sets)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
-from kernels.ops.linear import ROW_TILE, linear
+from kernels.ops.linear import linear, padded_rows
 from kernels.ops.rounding import Rounding, silu, softplus
 
 _ROUTE_EPS = 1e-20
@@ -45,12 +44,12 @@ def run_experts(
     in whole row tiles; a row's picks are added in pick order, in FP32.
     """
     num_rows, num_picks = routes.experts.shape
-    tiles = _group(routes.experts.numpy(), w13.shape[0])
-    h = rounding(_per_expert(x[tiles.source], w13, tiles))
+    tiles = _group(routes.experts)
+    h = rounding(_per_expert(x.index_select(0, tiles.source), w13, tiles))
     h = activate(h, limit)
     weights = routes.weights.reshape(-1)[tiles.route]
     out = rounding(_per_expert(rounding(h.mul_(weights.unsqueeze(1))), w2, tiles))
-    picked = out[tiles.place].view(num_rows, num_picks, -1)
+    picked = out.index_select(0, tiles.place).view(num_rows, num_picks, -1)
     total = picked[:, 0]
     for pick in range(1, num_picks):
         total = total + picked[:, pick]
@@ -66,23 +65,24 @@ class _Tiles(NamedTuple):
     spans: list[tuple[int, int, int]]  # expert, first grouped row, end
 
 
-def _group(picked: np.ndarray[tuple[int, int], np.dtype[np.int64]], num_experts: int) -> _Tiles:
-    flat = picked.reshape(-1)
-    counts = np.bincount(flat, minlength=num_experts)
-    room = -(-counts // ROW_TILE) * ROW_TILE
-    ends = np.cumsum(room)
-    order = np.argsort(flat, kind="stable")
-    chosen = flat[order]
-    rank = np.arange(len(flat)) - (np.cumsum(counts) - counts)[chosen]
-    position = (ends - room)[chosen] + rank
-    # Rows that only fill a tile repeat route 0: their results are never read.
-    route = np.zeros(int(ends[-1]), dtype=np.int64)
-    route[position] = order
-    place = np.empty(len(flat), dtype=np.int64)
-    place[order] = position
-    spans = [(int(e), int(ends[e] - room[e]), int(ends[e])) for e in np.flatnonzero(counts)]
-    source = torch.from_numpy(route // picked.shape[1])
-    return _Tiles(source, torch.from_numpy(route), torch.from_numpy(place), spans)
+def _group(picked: torch.Tensor) -> _Tiles:
+    num_picks = picked.shape[1]
+    members: dict[int, list[int]] = {}
+    for route, expert in enumerate(picked.reshape(-1).tolist()):
+        members.setdefault(expert, []).append(route)
+    routes: list[int] = []
+    place = [0] * picked.numel()
+    spans = []
+    for expert in sorted(members):
+        start = len(routes)
+        for number, route in enumerate(members[expert], start):
+            place[route] = number
+        routes += members[expert]
+        # Rows that only fill a tile repeat route 0: their results are never read.
+        routes += [0] * (padded_rows(len(routes)) - len(routes))
+        spans.append((expert, start, len(routes)))
+    grouped = torch.tensor(routes)
+    return _Tiles(grouped // num_picks, grouped, torch.tensor(place), spans)
 
 
 def _per_expert(x: torch.Tensor, weights: torch.Tensor, tiles: _Tiles) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """The one matrix product that every projection goes through; a row's result never depends on the other rows.
 
-GEMM libraries choose their blocking, and so their summation order, by shape. Here the shape is always the same:
-rows are cut into tiles of ROW_TILE, each tile is one batch item of one product, short tiles are filled with zeros.
-Large inputs use WIDE_TILE rows an item, but only for weight shapes where a probe shows that this gives the same bits.
+GEMM libraries choose their blocking, and so their summation order, by shape. Here the shape is fixed: rows are cut
+into tiles of ROW_TILE (short ones filled with zeros), each tile one item of a batched product. That is also the
+definition of the result. Taller products are used only where a probe of that weight shape shows the same bits.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from functools import cache
 import torch
 from torch.nn.functional import pad
 
-ROW_TILE = 8
-WIDE_TILE = 64
+ROW_TILE = 4  # below 4 rows MKL sums in another order (a matrix-vector routine); taller tiles only cost more
+TALL = 64  # rows of one product where the probe allows it; beyond, nothing is gained
 
 
 def padded_rows(num_rows: int) -> int:
@@ -26,18 +26,18 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
     Bitwise the same per row whatever the number, order and content of other rows (design §5).
     """
-    rows, k = x.shape
-    n = weight.shape[0]
+    rows = x.shape[0]
     if rows % ROW_TILE:
         x = pad(x, (0, 0, 0, padded_rows(rows) - rows))
     total = x.shape[0]
-    wide = total // WIDE_TILE * WIDE_TILE
-    if wide and not wide_rows_agree(n, k, torch.get_num_threads()):
-        wide = 0
-    if wide in (0, total):
-        return _tiles(x, weight, WIDE_TILE if wide else ROW_TILE)[:rows]
-    parts = (_tiles(x[:wide], weight, WIDE_TILE), _tiles(x[wide:], weight, ROW_TILE))
-    return torch.cat(parts)[:rows]
+    if not tall_rows_agree(*weight.shape, torch.get_num_threads()):
+        return _tiles(x, weight, ROW_TILE)[:rows]
+    if total <= TALL:
+        return torch.mm(x, weight.t())[:rows]
+    tall = total // TALL * TALL
+    if tall == total:
+        return _tiles(x, weight, TALL)[:rows]
+    return torch.cat((_tiles(x[:tall], weight, TALL), torch.mm(x[tall:], weight.t())))[:rows]
 
 
 def grouped_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -53,13 +53,17 @@ def _tiles(x: torch.Tensor, weight: torch.Tensor, tile: int) -> torch.Tensor:
 
 
 @cache
-def wide_rows_agree(n: int, k: int, num_threads: int) -> bool:
-    """Whether WIDE_TILE-row products of a `[n, k]` weight have the bits of ROW_TILE-row ones on this machine.
+def tall_rows_agree(n: int, k: int, num_threads: int) -> bool:
+    """Whether products of up to TALL rows with a `[n, k]` weight have the bits of ROW_TILE-row ones here.
 
     The order of summation does not depend on the numbers, so random ones show a difference if there is any.
-    `num_threads` is only a key: libraries may choose by it.
+    Every row count that `linear` can use is tried. `num_threads` is a key because libraries choose by it.
     """
     generator = torch.Generator().manual_seed(n * 1_000_003 + k)
-    x = torch.randn(WIDE_TILE, k, generator=generator)
+    x = torch.randn(2 * TALL, k, generator=generator)
     weight = torch.randn(n, k, generator=generator)
-    return torch.equal(_tiles(x, weight, WIDE_TILE), _tiles(x, weight, ROW_TILE))
+    want = _tiles(x, weight, ROW_TILE)
+    if not torch.equal(_tiles(x, weight, TALL), want) or not torch.equal(_tiles(x[:TALL], weight, TALL), want[:TALL]):
+        return False
+    counts = range(ROW_TILE, TALL + 1, ROW_TILE)
+    return all(torch.equal(torch.mm(x[:rows], weight.t()), want[:rows]) for rows in counts)

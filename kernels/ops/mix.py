@@ -72,7 +72,7 @@ def sinkhorn(logits: torch.Tensor, eps: float, iterations: int) -> torch.Tensor:
     for _ in range(iterations - 1):
         normalise(row_steps, row_sums, eps)
         normalise(column_steps, column_sums, eps)
-    return comb.permute(2, 0, 1)
+    return comb.permute(2, 0, 1).contiguous()
 
 
 def _sum_steps(array: Any, axis: int, xp: ModuleType) -> tuple[list[tuple[Any, Any, Any]], Any]:

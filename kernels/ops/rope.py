@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -42,6 +43,7 @@ class Rotation:
         pairs = (torch.stack((cos, cos), -1).flatten(-2), torch.stack((-sin, sin), -1).flatten(-2))
         return cls(pairs[0][:, None], pairs[1][:, None])
 
+    @cached_property
     def inverse(self) -> Rotation:
         return Rotation(self.cos, -self.sin)
 
