@@ -46,7 +46,11 @@ class Plan(NamedTuple):
 
 
 class GaveUp(Exception):
-    """The supervisor cannot keep its children running; its own parent decides."""
+    """The supervisor cannot keep `child` running; its own parent decides."""
+
+    def __init__(self, child: str, why: str) -> None:
+        super().__init__(f"{child} {why}")
+        self.child = child
 
 
 class Children:
@@ -114,4 +118,4 @@ class Children:
         while now_s - self._times[0] > period_s:
             self._times.popleft()
         if len(self._times) > num_restarts:
-            raise GaveUp(f"{name} ended once too often: more than {num_restarts} restarts within {period_s:g} s")
+            raise GaveUp(name, f"ended once too often: more than {num_restarts} restarts within {period_s:g} s")

@@ -81,7 +81,7 @@ class Supervisor:
                 family.started(name)
                 if not await self._start(name, exits):
                     exit = await self._next_exit(exits)
-                    raise GaveUp(f"{self.name}: {exit.name} did not start: {exit.error!r}") from exit.error
+                    raise GaveUp(exit.name, f"did not start: {exit.error!r}") from exit.error
             ready()
             while True:
                 exit = await self._next_exit(exits)

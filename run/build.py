@@ -1,0 +1,60 @@
+"""Makes an actor from its role. Components are imported when first built, so that torch is only where it computes."""
+
+from __future__ import annotations
+
+from bus.actor import Actor
+from bus.bulk import Bulk
+from bus.bus import Bus
+from kernels.engine import Engine
+from run.cluster import Member, ProcessSpec
+from run.settings import Settings
+from schemas.message import Role
+
+MAX_STEP_TOKENS = 512
+"""The most tokens of one prefill step: what a decode step of the same process would have to wait for."""
+
+
+def build(member: Member, bus: Bus, bulk: Bulk, spec: ProcessSpec, settings: Settings) -> Actor:
+    """A new actor, not yet started. Raises what the component raises when its settings or its checkpoint are wrong."""
+    match member.role:
+        case Role.GATEWAY:
+            from actors.gateway.actor import Gateway
+            from actors.gateway.keys import Keys
+
+            return Gateway(member.id, bus, bulk, port=settings.http_port, keys=Keys.parse(settings.api_keys))
+        case Role.RECIPE:
+            from actors.recipe.actor import Recipe
+            from actors.recipe.card import ModelCard
+
+            return Recipe(member.id, bus, bulk, ModelCard.from_folder(settings.model))
+        case Role.ENTRYPOINT:
+            from actors.entrypoint.actor import Entrypoint
+
+            return Entrypoint(member.id, bus, bulk)
+        case Role.PREFILL_BALANCER:
+            from actors.balancers.actor import PrefillBalancer
+
+            return PrefillBalancer(member.id, bus)
+        case Role.DECODE_BALANCER:
+            from actors.balancers.actor import DecodeBalancer
+
+            return DecodeBalancer(member.id, bus)
+        case Role.PREFILL:
+            from actors.prefill.actor import Prefill
+
+            return Prefill(member.id, bus, bulk, _engine(spec, settings))
+        case Role.DECODE:
+            from actors.decode.actor import Decode
+
+            return Decode(member.id, bus, bulk, _engine(spec, settings))
+
+
+def _engine(spec: ProcessSpec, settings: Settings) -> Engine:
+    from kernels.local import LocalEngine
+
+    return LocalEngine(
+        settings.model,
+        num_slots=spec.num_slots,
+        max_step_tokens=MAX_STEP_TOKENS,
+        num_threads=spec.num_threads,
+    )

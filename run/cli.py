@@ -1,0 +1,142 @@
+"""The command line. Each command imports what it needs when it runs, so that all of them start quickly."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from cyclopts import App
+
+app = App(
+    name="shoal", help="An open serving system for DeepSeek-V4.1-Flash-class models, as supervised actors on NATS."
+)
+bench = App(name="bench", help="Benchmarks: one table each, or one JSON object with --json.")
+
+app.command(bench)
+app.command("run.checkpoint:app", name="checkpoint", help="Make the bundled tiny checkpoint, or look into one.")
+bench.command("run.bench.bus:main", name="bus", help="What the bus costs, beside raw nats-py.")
+bench.command(
+    "run.bench.frontend:main", name="frontend", help="Events per second through gateway, recipe and entrypoint."
+)
+
+
+@app.command
+def up(*, cluster: Path | None = None, ready_file: Path | None = None, http_port: int | None = None) -> int:
+    """Start the whole system on this machine; Ctrl-C stops it.
+
+    The environment counts too: SHOAL_HTTP_PORT, SHOAL_NATS_URL (use that broker instead of our own), SHOAL_MODEL (a
+    checkpoint folder), SHOAL_HOME (state and logs), SHOAL_API_KEYS (without them: loopback only).
+
+    Parameters
+    ----------
+    cluster
+        TOML file that says which actors run in which process; the default is three processes.
+    ready_file
+        Written, readable by you only, once everything answers: addresses, a NATS client's credentials, models, pids.
+    http_port
+        The gateway's port, 0 for any free one; overrides SHOAL_HTTP_PORT.
+    """
+    import os
+
+    from rich.console import Console
+
+    from run.cluster import DEFAULT_CLUSTER, read_cluster
+    from run.settings import Settings
+    from run.up import up as run_up
+
+    if http_port is not None:
+        os.environ["SHOAL_HTTP_PORT"] = str(http_port)
+    settings = Settings.from_environment()
+    return run_up(read_cluster(cluster or DEFAULT_CLUSTER), settings, Console(highlight=False), ready_file)
+
+
+@app.command
+def node(*actors: str, name: str = "", threads: int | None = None, slots: int | None = None) -> int:
+    """Run some actors in this process, on the broker at SHOAL_NATS_URL; SIGTERM stops it.
+
+    Parameters
+    ----------
+    actors
+        What to run, as ROLE/ID; an ID of `-` stands for this host's name.
+    name
+        What the process is called in logs and traces; the first role by default.
+    threads
+        Cores its engines may use; all by default.
+    slots
+        Requests each of its engines holds at once.
+    """
+    from run.cluster import DEFAULT_SLOTS, ProcessSpec, num_cores, parse_actors
+    from run.node import run_node
+    from run.settings import Settings
+
+    members = parse_actors(actors)
+    spec = ProcessSpec(name or members[0].role.value, members, threads or num_cores(), slots or DEFAULT_SLOTS)
+    return run_node(spec, Settings.from_environment())
+
+
+@app.command
+def health(*actors: str) -> int:
+    """Ping actors through the bus at SHOAL_NATS_URL; status 0 if all of them answer. For health checks of containers.
+
+    Parameters
+    ----------
+    actors
+        Whom to ping, as for `shoal node`.
+    """
+    from run.cluster import parse_actors
+    from run.health import check
+    from run.settings import Settings
+
+    return check(parse_actors(actors), Settings.from_environment().nats_url)
+
+
+@app.command
+def status(*, json: bool = False) -> int:
+    """Show who runs, where, and how loaded.
+
+    Asks on the broker at SHOAL_NATS_URL, or on the one of the stack that runs from SHOAL_HOME.
+
+    Parameters
+    ----------
+    json
+        Print one JSON object instead of a table.
+    """
+    from run.settings import Settings
+    from run.status import print_status
+
+    return print_status(Settings.from_environment(), as_json=json)
+
+
+@app.command
+def chat(*, url: str = "", model: str = "", key: str = "") -> int:
+    """Chat in the terminal. Ctrl-C cancels the current answer; /quit or Ctrl-D ends the chat.
+
+    Parameters
+    ----------
+    url
+        Where the gateway is; by default that of the stack that runs from SHOAL_HOME, else port SHOAL_HTTP_PORT here.
+    model
+        Which model; the first one served by default.
+    key
+        An API key, if the gateway asks for one.
+    """
+    from run.chat import Chat
+    from run.settings import Settings
+
+    return Chat.open(Settings.from_environment(), url, model, key).run()
+
+
+def main() -> None:
+    """Run the command on the command line; a mistake of the user's is one line, not a traceback."""
+    from run.cluster import ClusterError
+    from run.settings import SettingsError
+
+    try:
+        app()
+    except (ClusterError, SettingsError) as error:
+        print(f"shoal: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""The cluster file: which actors run in which process."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from schemas.message import Role
+
+DEFAULT_CLUSTER = Path(__file__).parent / "clusters" / "laptop.toml"
+DEFAULT_SLOTS = 64
+COMPUTING = frozenset({Role.PREFILL, Role.DECODE})
+
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
+_NOT_IDS = frozenset({"any", "all"})  # destinations of their own on the bus
+_KEYS = {"name": str, "actors": list, "threads": int, "slots": int}
+
+
+class ClusterError(ValueError):
+    """A cluster file, or an actor's name, that cannot be used. Says where, what is wrong and what to do."""
+
+
+class Member(NamedTuple):
+    """One actor: what it is and which one. Written `role/id`."""
+
+    role: Role
+    id: str
+
+    def __str__(self) -> str:
+        return f"{self.role}/{self.id}"
+
+    @classmethod
+    def parse(cls, text: str) -> Member:
+        """Read `role/id`. Raises ClusterError."""
+        role, slash, id = text.partition("/")
+        if role not in list(Role):
+            raise ClusterError(f"{text!r}: there is no role {role!r}; choose from {', '.join(Role)}")
+        if not slash or not _NAME.fullmatch(id) or id in _NOT_IDS:
+            raise ClusterError(f"{text!r}: write {role}/ID, with an ID of letters, digits, - and _ (not any or all)")
+        return cls(Role(role), id)
+
+
+@dataclass(frozen=True)
+class ProcessSpec:
+    """One OS process of a cluster. `num_threads` is what its engines may use, `num_slots` what each holds."""
+
+    name: str
+    members: tuple[Member, ...]
+    num_threads: int
+    num_slots: int = DEFAULT_SLOTS
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether it needs torch."""
+        return any(member.role in COMPUTING for member in self.members)
+
+
+def num_cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def read_cluster(path: Path) -> tuple[ProcessSpec, ...]:
+    """The processes of a cluster file, in order. Raises ClusterError with the file, the key and what to do."""
+    try:
+        with path.open("rb") as file:
+            content = tomllib.load(file)
+    except FileNotFoundError:
+        raise ClusterError(f"{path}: not found; copy {DEFAULT_CLUSTER} and change the copy") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ClusterError(f"{path}: not TOML: {error}") from None
+    tables = content.pop("process", [])
+    if content:
+        raise ClusterError(f"{path}: unknown key {next(iter(content))!r}; a cluster file holds [[process]] tables only")
+    if not isinstance(tables, list) or not tables:
+        raise ClusterError(f"{path}: no [[process]]; write one for each process, with its name and actors")
+    for number, table in enumerate(tables, 1):
+        _check_types(f"{path}: process {number}", table)
+    num_computing = sum(any(str(a).partition("/")[0] in COMPUTING for a in table["actors"]) for table in tables)
+    share = max(1, num_cores() // max(1, num_computing))
+    specs = tuple(_process(f"{path}: process {number}", table, share) for number, table in enumerate(tables, 1))
+    _check_cluster(path, specs)
+    return specs
+
+
+def _check_types(where: str, table: Any) -> None:
+    for key, value in table.items():
+        if key not in _KEYS:
+            raise ClusterError(f"{where}: unknown key {key!r}; choose from {', '.join(_KEYS)}")
+        if not isinstance(value, _KEYS[key]) or isinstance(value, bool):
+            raise ClusterError(f"{where}: {key} must be of type {_KEYS[key].__name__}, not {value!r}")
+    for key in ("name", "actors"):
+        if not table.get(key):
+            raise ClusterError(f"{where}: {key} is missing or empty; add it")
+
+
+def _process(where: str, table: dict[str, Any], share: int) -> ProcessSpec:
+    name = table["name"]
+    if not _NAME.fullmatch(name):
+        raise ClusterError(f"{where}: name {name!r} may hold letters, digits, - and _ only")
+    for key in ("threads", "slots"):
+        if table.get(key, 1) < 1:
+            raise ClusterError(f"{where} ({name}): {key} must be at least 1, not {table[key]}")
+    members = []
+    for text in table["actors"]:
+        if not isinstance(text, str):
+            raise ClusterError(f'{where} ({name}): actors must be strings such as "decode/d0", not {text!r}')
+        try:
+            members.append(Member.parse(text))
+        except ClusterError as error:
+            raise ClusterError(f"{where} ({name}): actors: {error}") from None
+    return ProcessSpec(name, tuple(members), table.get("threads", share), table.get("slots", DEFAULT_SLOTS))
+
+
+def _check_cluster(path: Path, specs: tuple[ProcessSpec, ...]) -> None:
+    names: set[str] = set()
+    homes: dict[Member, str] = {}
+    for spec in specs:
+        if spec.name in names or spec.name == "broker":
+            raise ClusterError(f"{path}: name {spec.name!r} is taken; give each process a name of its own")
+        names.add(spec.name)
+        for member in spec.members:
+            if member in homes:
+                raise ClusterError(
+                    f"{path}: actors: {member} is in {homes[member]} and in {spec.name}; rename one of them"
+                )
+            homes[member] = spec.name
+    missing = [role for role in Role if role not in {member.role for member in homes}]
+    if missing:
+        raise ClusterError(f'{path}: actors: there is no {missing[0]}; add "{missing[0]}/ID" to a process')
+    gateways = [str(member) for member in homes if member.role is Role.GATEWAY]
+    if len(gateways) > 1:
+        raise ClusterError(f"{path}: actors: {' and '.join(gateways)} would share one HTTP port; keep one gateway")
+
+
+def parse_actors(texts: tuple[str, ...]) -> tuple[Member, ...]:
+    """Actors as given on a command line; an id of `-` stands for this host's name. Raises ClusterError."""
+    if not texts:
+        raise ClusterError("no actors given; name at least one, such as decode/d0")
+    host = re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname())
+    return tuple(Member.parse(text.removesuffix("-") + host if text.endswith("/-") else text) for text in texts)

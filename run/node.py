@@ -1,0 +1,133 @@
+"""`shoal node`: one OS process. A bus, and on it the actors it was told to run."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any
+
+import uvloop
+
+from bus.actor import Actor
+from bus.broker import NatsWire
+from bus.bulk import Bulk, SocketBulk
+from bus.bus import Bus
+from kernels.environment import compute_environment
+from run.build import build
+from run.cluster import Member, ProcessSpec
+from run.settings import LOOPBACK, Settings
+from run.telemetry import start_telemetry
+from supervisors.processes import tell_ready
+from supervisors.strategy import GaveUp, Intensity, Strategy
+from supervisors.tasks import Child, Ready, Run, Stuck, Supervisor
+
+log = logging.getLogger("shoal.node")
+
+INTENSITY = Intensity(3, 10.0)
+ACTOR_SHUTDOWN_S = 1.0
+"""Less than the root gives the whole process, so that a stuck actor is reported before we are killed."""
+
+Build = Callable[[Member, Bus, Bulk, ProcessSpec, Settings], Actor]
+
+
+class Node:
+    """The tree of one process: rest_for_one over the bus and a one_for_one supervisor of its actors.
+
+    Actors do not take each other down; a lost bus takes all of them.
+    """
+
+    def __init__(self, spec: ProcessSpec, settings: Settings, build: Build = build) -> None:
+        self._spec = spec
+        self._settings = settings
+        self._build = build
+        self._wire: NatsWire | None = None
+        self._bus: Bus | None = None
+        self._bulk: SocketBulk | None = None
+        self._announced: set[Member] = set()
+
+    async def run(self, ready: Ready) -> None:
+        """Live until cancelled. Raises GaveUp and Stuck, as supervisors do."""
+        actors = [Child(str(member), self._life(member), shutdown_s=ACTOR_SHUTDOWN_S) for member in self._spec.members]
+        tree = [
+            Child("bus", self._run_bus, shutdown_s=3.0),
+            Child(
+                "actors",
+                lambda ready: Supervisor(self._spec.name, actors, intensity=INTENSITY).run(ready),
+                shutdown_s=(ACTOR_SHUTDOWN_S + 0.5) * len(actors),
+            ),
+        ]
+        supervisor = Supervisor(self._spec.name, tree, strategy=Strategy.REST_FOR_ONE, intensity=INTENSITY)
+        await supervisor.run(ready)
+
+    async def _run_bus(self, ready: Ready) -> None:
+        self._wire = await NatsWire.connect(self._settings.nats_url, name=f"shoal-{self._spec.name}")
+        self._bus = Bus(self._wire)
+        host = self._settings.host
+        self._bulk = SocketBulk(host=host, advertise=host if host == LOOPBACK else socket.gethostname())
+        self._announced.clear()
+        try:
+            await self._bus.open()
+            await self._bulk.start()
+            ready()
+            await self._wire.wait_lost()
+            raise ConnectionError("the connection to NATS has ended for good")
+        finally:
+            await self._bulk.close()
+            await self._bus.close()
+
+    def _life(self, member: Member) -> Run:
+        """One actor as a supervisor's child: made anew at each start."""
+
+        async def run(ready: Ready) -> None:
+            assert self._bus is not None and self._bulk is not None and self._wire is not None
+            actor = self._build(member, self._bus, self._bulk, self._spec, self._settings)
+            if member not in self._announced:
+                self._announced.add(member)
+                await self._wire.announce(member.role, member.id, version("shoal"))
+            await actor.run(ready)
+
+        return run
+
+
+def run_node(spec: ProcessSpec, settings: Settings, build: Build = build) -> int:
+    """Run until SIGTERM or SIGINT; the exit status. The supervisor is told when every actor is ready."""
+    logging.basicConfig(
+        level=os.environ.get("SHOAL_LOG_LEVEL", "WARNING").upper(),
+        format=f"%(asctime)s {spec.name} %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    if not settings.nats_url:
+        log.error("SHOAL_NATS_URL is not set: a node needs a broker; start one, or use `shoal up`")
+        return 2
+    os.environ.update(compute_environment(spec.num_threads))  # before torch is imported
+    stop_telemetry = start_telemetry(spec.name)
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_main(Node(spec, settings, build)))
+    finally:
+        stop_telemetry()
+
+
+async def _main(node: Node) -> int:
+    task: asyncio.Task[Any] = asyncio.create_task(node.run(tell_ready))
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, task.cancel)
+    try:
+        await task
+    except asyncio.CancelledError:
+        return 0
+    except GaveUp as error:
+        log.error("%s", error, exc_info=error.__cause__)
+        return 1
+    except Stuck as error:
+        log.critical("%s; ending the process", error)
+        logging.shutdown()
+        os._exit(1)
+    return 0

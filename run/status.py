@@ -1,0 +1,64 @@
+"""`shoal status`: who runs, where, and how loaded."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from bus.bus import BusError
+from run.health import collect_loads, on_bus
+from run.home import Home
+from run.settings import Settings
+from schemas.routing import LoadReported
+
+WAIT_S = 0.5
+
+
+def print_status(settings: Settings, *, as_json: bool) -> int:
+    """Ask everyone and print what came; status 1 when nobody answered. Raises SettingsError without a broker to ask."""
+    running = Home(settings.home).read()
+    nats_url = settings.nats_url or (running.nats_url if running else "")
+    try:
+        reports = asyncio.run(_collect(nats_url))
+    except BusError as error:
+        print(f"shoal: {error}", file=sys.stderr)
+        return 1
+    if as_json:
+        print(msgspec.json.encode({"actors": reports}).decode())
+    elif reports:
+        Console().print(_table(reports))
+    else:
+        print("nobody answered within half a second", file=sys.stderr)
+    return 0 if reports else 1
+
+
+async def _collect(nats_url: str) -> list[LoadReported]:
+    async with on_bus(nats_url, name="shoal-status") as bus:
+        return await collect_loads(bus, wait_s=WAIT_S)
+
+
+def _table(reports: list[LoadReported]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for header in ("role", "id", "host", "pid", "state", "running", "waiting", "tokens", "more"):
+        table.add_column(header, justify="right" if header in ("pid", "running", "waiting", "tokens") else "left")
+    for report in reports:
+        table.add_row(
+            report.role,
+            report.id,
+            report.host,
+            str(report.pid),
+            "accepting" if report.is_accepting else "draining",
+            _of(report.num_running, report.capacity_requests),
+            str(report.num_waiting),
+            _of(report.num_tokens, report.capacity_tokens),
+            " ".join(f"{key}={value:g}" for key, value in report.detail.items()),
+        )
+    return table
+
+
+def _of(used: int, capacity: int) -> str:
+    return f"{used}/{capacity}" if capacity else str(used)

@@ -1,0 +1,252 @@
+"""`shoal up`: the root supervisor of a whole system on one machine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import socket
+import sys
+import time
+import urllib.error
+import urllib.request
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+
+from bus.server import ServerConfig, command, wait_ready
+from run.cluster import Member, ProcessSpec
+from run.health import find_silent
+from run.home import Client, Home, Ready, Running, write_private
+from run.settings import LOOPBACK, Settings, SettingsError
+from run.watch import Watch
+from supervisors.processes import Backoff, Process, Program
+from supervisors.strategy import GaveUp, Intensity
+from supervisors.tasks import Child, Run, Supervisor
+from supervisors.tasks import Ready as OnReady
+
+INTENSITY = Intensity(12, 60.0)
+"""With the processes' own back-off: one that never comes up is given up after about a minute."""
+
+PROCESS_SHUTDOWN_S = 1.5
+STACK_SHUTDOWN_S = 2.2
+"""After this everything that is left is killed: the whole stack is gone within three seconds."""
+
+ANSWER_TIMEOUT_S = 30.0
+
+
+class Stack:
+    """The processes of a cluster beside their broker, as one supervised tree, and what it says on the terminal."""
+
+    def __init__(
+        self, specs: tuple[ProcessSpec, ...], settings: Settings, home: Home, console: Console, ready_file: Path | None
+    ) -> None:
+        self._specs = specs
+        self._settings = settings
+        self._home = home
+        self._console = console
+        self._ready_file = ready_file
+        self._processes: dict[str, Process] = {}
+        self._http = f"http://{LOOPBACK}:{settings.http_port}"
+        self._broker = None if settings.nats_url else ServerConfig.write(home.folder / "nats")
+        self._nats_url = settings.nats_url if self._broker is None else self._broker.url(self._broker.internal)
+        self._nats_place = f"nats://{self._nats_url.removeprefix('nats://').rpartition('@')[2]}"
+        self._watch = Watch(self._nats_url, self._kill)
+        self._models: list[str] = []
+        self._is_up = False
+        self._is_stopping = False
+
+    async def run(self) -> int:
+        """Run until SIGINT or SIGTERM; the exit status. A second signal kills everything at once."""
+        started_s = time.monotonic()
+        children = [*self._broker_children(), Child("watch", self._watch.run), *map(self._node, self._specs)]
+        supervisor = Supervisor("shoal", children, intensity=INTENSITY, on_restart=self._on_restart)
+        is_ready = asyncio.Event()
+        task = asyncio.create_task(supervisor.run(is_ready.set), name="root")
+        greeting = asyncio.create_task(self._greet(is_ready, started_s), name="greeting")
+        greeting.add_done_callback(lambda done: task.cancel() if not done.cancelled() and done.exception() else None)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self._on_signal, task)
+        try:
+            await task
+        except asyncio.CancelledError:
+            if greeting.done() and not greeting.cancelled() and (error := greeting.exception()) is not None:
+                self._console.print(f"[red]{escape(str(error))}[/]")
+                return 1
+            self._console.print("stopped")
+            return 0
+        except GaveUp as error:
+            self._console.print(f"[red]{escape(str(error))}[/]")
+            self._show_log(error.child)
+            return 1
+        finally:
+            greeting.cancel()
+        return 0
+
+    def _broker_children(self) -> list[Child]:
+        config = self._broker
+        if config is None:
+            return []
+        program = Program(
+            "broker",
+            command(config),
+            log_path=self._home.log_path("broker"),
+            probe=lambda: wait_ready(config),
+            shutdown_s=PROCESS_SHUTDOWN_S,
+        )
+        return [self._child(program, self._nats_place)]
+
+    def _node(self, spec: ProcessSpec) -> Child:
+        members = [str(member) for member in spec.members]
+        options = {"--name": spec.name, "--threads": spec.num_threads, "--slots": spec.num_slots}
+        program = Program(
+            spec.name,
+            [sys.executable, "-m", "run.cli", "node", *members, *(str(x) for pair in options.items() for x in pair)],
+            members=members,
+            environment={"SHOAL_NATS_URL": self._nats_url, "SHOAL_HTTP_PORT": str(self._settings.http_port)},
+            log_path=self._home.log_path(spec.name),
+            shutdown_s=PROCESS_SHUTDOWN_S,
+        )
+        return self._child(program, " ".join(members))
+
+    def _child(self, program: Program, what: str) -> Child:
+        process = Process(program, backoff=Backoff(random.Random()), on_exit=self._watch.exited)
+        self._processes[program.name] = process
+        return Child(program.name, self._life(process, what), shutdown_s=process.child().shutdown_s)
+
+    def _life(self, process: Process, what: str) -> Run:
+        """A process's life, with a line on the terminal when it is ready."""
+        name = process.program.name
+
+        async def run(ready: OnReady) -> None:
+            started_s = time.monotonic()
+
+            def on_ready() -> None:
+                took_s = time.monotonic() - started_s
+                self._console.print(f"[green]●[/] {name:<10} [dim]{process.pid:>7}  {took_s:4.1f} s[/]  {escape(what)}")
+                self._watch.watch(name, list(process.program.members))
+                ready()
+                if self._is_up:
+                    self._write_files()
+
+            await process.run(on_ready)
+
+        return run
+
+    async def _greet(self, is_ready: asyncio.Event, started_s: float) -> None:
+        """Once every process is ready: see that everything answers, then say so."""
+        await is_ready.wait()
+        members = [member for spec in self._specs for member in spec.members]
+        assert self._watch.bus is not None
+        if silent := await find_silent(self._watch.bus, members, timeout_s=ANSWER_TIMEOUT_S):
+            raise TimeoutError(f"no answer from {', '.join(sorted(map(str, silent)))}; see {self._home.folder}/logs")
+        await asyncio.to_thread(self._get, "/health")
+        models = json.loads(await asyncio.to_thread(self._get, "/v1/models"))
+        self._models = [model["id"] for model in models["data"]]
+        self._is_up = True
+        self._write_files()
+        self._say_hello(time.monotonic() - started_s)
+
+    def _get(self, path: str) -> bytes:
+        """GET from our gateway. Raises ConnectionError with what it said if that is not 200."""
+        key = self._settings.api_keys.partition(",")[0].partition("=")[0].strip()
+        request = urllib.request.Request(self._http + path, headers={"authorization": f"Bearer {key}"} if key else {})
+        try:
+            with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S) as response:
+                body: bytes = response.read()
+                return body
+        except urllib.error.HTTPError as error:
+            raise ConnectionError(
+                f"GET {self._http}{path}: {error.code} {error.read(500).decode('utf-8', 'replace')}"
+            ) from None
+        except OSError as error:
+            raise ConnectionError(f"GET {self._http}{path}: {error}") from None
+
+    def _write_files(self) -> None:
+        pids: dict[str, list[int]] = {}
+        for name, process in self._processes.items():
+            roles = {Member.parse(member).role.value for member in process.program.members} or {name}
+            for role in sorted(roles):
+                pids.setdefault(role, []).extend([process.pid] if process.pid is not None else [])
+        client = Client()
+        if self._broker is not None:
+            user = self._broker.clients[0]
+            client = Client(user=user.user, password=user.password, inbox_prefix=user.inbox_prefix)
+        self._home.write(Running(pid=os.getpid(), http=self._http, nats_url=self._nats_url))
+        if self._ready_file is not None:
+            ready = Ready(http=self._http, nats=self._nats_place, client=client, models=self._models, pids=pids)
+            write_private(self._ready_file, msgspec.json.encode(ready))
+
+    def _say_hello(self, took_s: float) -> None:
+        say = self._console.print
+        model = self._models[0] if self._models else ""
+        say(f"\n[bold]Shoal is up[/] after {took_s:.1f} s, serving {escape(', '.join(self._models))}\n")
+        say(f"  OpenAI SDK     base_url={self._http}/v1")
+        say(f"  Anthropic SDK  base_url={self._http}")
+        say(f"  NATS           {self._nats_place}  (subjects shoal.api.>)")
+        say(f"  logs           {escape(str(self._home.folder))}/logs\n")
+        say("Try it:  shoal chat   shoal status   or")
+        body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}]})
+        say(
+            escape(f"  curl {self._http}/v1/chat/completions -H 'content-type: application/json' -d '{body}'"),
+            soft_wrap=True,
+        )
+        say("\nCtrl-C stops everything.")
+
+    def _on_restart(self, name: str, error: BaseException | None) -> None:
+        self._console.print(f"[yellow]●[/] {name:<10} restarting: {escape(str(error))}")
+
+    def _on_signal(self, task: asyncio.Task[None]) -> None:
+        if self._is_stopping:
+            self._kill_all()
+            return
+        self._is_stopping = True
+        self._console.print("\nstopping; once more to kill")
+        asyncio.get_running_loop().call_later(STACK_SHUTDOWN_S, self._kill_all)
+        task.cancel()
+
+    def _kill(self, name: str) -> None:
+        self._processes[name].kill()
+
+    def _kill_all(self) -> None:
+        for process in self._processes.values():
+            process.kill()
+
+    def _show_log(self, name: str, num_lines: int = 15) -> None:
+        path = self._home.folder / "logs" / f"{name}.log"
+        if name and path.exists() and (lines := path.read_text(errors="replace").splitlines()):
+            self._console.print(f"the end of {escape(str(path))}:")
+            for line in lines[-num_lines:]:
+                self._console.print(f"  [dim]{escape(line)}[/]", soft_wrap=True)
+
+
+def up(specs: tuple[ProcessSpec, ...], settings: Settings, console: Console, ready_file: Path | None) -> int:
+    """Run a whole system until it is told to stop; the exit status. Raises SettingsError before anything is started."""
+    home = Home(settings.home)
+    home.acquire()
+    try:
+        if ready_file is not None:
+            ready_file.unlink(missing_ok=True)  # one of an earlier run would be believed
+        settings = replace(settings, http_port=_claim_port(settings.http_port))
+        return asyncio.run(Stack(specs, settings, home, console, ready_file).run())
+    finally:
+        home.release()
+
+
+def _claim_port(port: int) -> int:
+    """The port itself, or a free one for 0. Raises SettingsError if it is taken."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((LOOPBACK, port))
+        except OSError as error:
+            raise SettingsError(
+                f"SHOAL_HTTP_PORT={port}: {error.strerror}; set it to another port, or to 0 for any free one"
+            ) from None
+        return int(probe.getsockname()[1])

@@ -1,0 +1,68 @@
+"""The cluster file: the default, and every way to get one wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from run.cluster import DEFAULT_CLUSTER, ClusterError, Member, ProcessSpec, num_cores, read_cluster
+from schemas.message import Role
+
+GOOD = DEFAULT_CLUSTER.read_text()
+
+
+def read(tmp_path: Path, text: str) -> tuple[ProcessSpec, ...]:
+    path = tmp_path / "cluster.toml"
+    path.write_text(text)
+    return read_cluster(path)
+
+
+def test_the_default_is_three_processes_and_torch_is_in_two() -> None:
+    specs = read_cluster(DEFAULT_CLUSTER)
+    assert [(spec.name, spec.is_computing) for spec in specs] == [("front", False), ("prefill", True), ("decode", True)]
+    assert {member.role for spec in specs for member in spec.members} == set(Role)
+    assert specs[1].num_threads == max(1, num_cores() // 2)
+
+
+def test_threads_and_slots_can_be_set(tmp_path: Path) -> None:
+    specs = read(tmp_path, GOOD + "threads = 7\nslots = 3\n")
+    assert (specs[2].num_threads, specs[2].num_slots) == (7, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("[[process]", "not TOML"),
+        ("", r"no \[\[process\]\]; write one"),
+        ("title = 1\n" + GOOD, "unknown key 'title'"),
+        (GOOD + "gpu = 1\n", "process 3: unknown key 'gpu'; choose from name, actors, threads, slots"),
+        (GOOD + "threads = true\n", "process 3: threads must be of type int"),
+        (GOOD + "slots = 0\n", r"process 3 \(decode\): slots must be at least 1"),
+        (GOOD.replace('name = "front"\n', ""), "process 1: name is missing"),
+        (GOOD.replace('"front"', '"the front"'), "process 1: name 'the front' may hold"),
+        (GOOD.replace('name = "decode"', 'name = "front"'), "name 'front' is taken"),
+        (GOOD.replace('"decode/d0"', "7"), r"process 3 \(decode\): actors must be strings"),
+        (GOOD.replace("decode/d0", "decoder/d0"), r"process 3 \(decode\): actors: .*no role 'decoder'; choose from"),
+        (GOOD.replace("decode/d0", "decode"), "write decode/ID"),
+        (GOOD.replace("decode/d0", "decode/d.0"), "write decode/ID"),
+        (GOOD.replace("decode/d0", "decode/all"), "write decode/ID"),
+        (GOOD.replace("decode/d0", "prefill/p0"), "prefill/p0 is in prefill and in decode; rename"),
+        (GOOD.replace('"recipe/r0",', ""), "there is no recipe; add"),
+        (GOOD.replace("decode/d0", 'decode/d0", "gateway/g1'), "gateway/g0 and gateway/g1 would share one HTTP port"),
+    ],
+)
+def test_errors_name_the_file_the_key_and_what_to_do(tmp_path: Path, text: str, error: str) -> None:
+    with pytest.raises(ClusterError, match=error) as raised:
+        read(tmp_path, text)
+    assert str(tmp_path / "cluster.toml") in str(raised.value)
+
+
+def test_a_missing_file_says_what_to_copy(tmp_path: Path) -> None:
+    with pytest.raises(ClusterError, match=r"none\.toml: not found; copy .*laptop\.toml"):
+        read_cluster(tmp_path / "none.toml")
+
+
+def test_members_are_written_as_role_and_id() -> None:
+    assert Member.parse("prefill-balancer/pb0") == (Role.PREFILL_BALANCER, "pb0")
+    assert str(Member(Role.DECODE, "d1")) == "decode/d1"
