@@ -158,9 +158,15 @@ class Actor:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self.on_stop()
-        for envelope in list(self._pending):
-            await envelope.answer(Failure(code=Code.SHUTTING_DOWN, message=f"{self.role} {self.id} has stopped"))
+        try:
+            await self.on_stop()
+        finally:
+            failure = Failure(code=Code.SHUTTING_DOWN, message=f"{self.role} {self.id} has stopped")
+            for envelope in list(self._pending):
+                try:
+                    await envelope.answer(failure)
+                except BusError as error:
+                    log.info("%s %s: an asker was not told of the stop: %s", self.role, self.id, error)
 
     # What a subclass uses
 
@@ -221,9 +227,10 @@ class Actor:
             self.num_dropped += 1
             self._refuse(delivery, Failure(code=Code.OVERLOADED, message=f"{self.role} {self.id}: mailbox is full"))
             return
-        deadline = (delivery.headers or {}).get(DEADLINE_HEADER, "")
-        if deadline.isdecimal() and int(deadline) < self.bus.seams.clock_ns():
-            return  # the asker has given up already
+        if delivery.headers is not None:
+            deadline = delivery.headers.get(DEADLINE_HEADER, "")
+            if deadline.isdecimal() and int(deadline) < self.bus.seams.clock_ns():
+                return  # the asker has given up already
         envelope = Envelope(message, delivery, self.bus, self._pending)
         if is_ask and delivery.reply:
             self._pending.add(envelope)
@@ -258,6 +265,12 @@ class Actor:
 
     def _on_task_done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None and self._crash is None:
+        if not task.cancelled():
+            error = task.exception()
+        elif task.cancelling() == 0:
+            error = RuntimeError(f"{task.get_name()}: a task ended by a cancellation nobody asked for")
+        else:
+            return
+        if error is not None and self._crash is None:
             self._crash = error
             self._wake.set()

@@ -52,11 +52,12 @@ class _Client(Client):
         if listener is None:
             return  # came before the broker saw our unsubscribe
         try:
-            if headers:
-                is_missing = not data and headers.startswith(_NO_RESPONDERS)
-                delivery = Delivery(subject.decode(), data, reply.decode(), _parse_headers(headers), is_missing)
-            else:
+            if not headers:
                 delivery = Delivery(subject.decode(), data, reply.decode(), None)
+            elif headers.startswith(_NO_RESPONDERS) and not data:
+                delivery = Delivery(subject.decode(), data, "", None, is_missing=True)
+            else:
+                delivery = Delivery(subject.decode(), data, reply.decode(), _parse_headers(headers))
             listener(delivery)
         except UnicodeDecodeError:
             self.num_undecodable += 1
