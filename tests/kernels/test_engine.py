@@ -1,0 +1,292 @@
+"""One contract, two engines: the same tests drive the one that computes and the one that only spends time."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kernels.engine import Admission, Chunk, Engine, EngineInfo, Sampling, StateError, Tokens
+from kernels.local import LocalEngine
+from kernels.timed import TimedEngine
+from tests.conftest import Run
+
+TINY = Path(__file__).parents[2] / "run" / "models" / "shoal-tiny"
+NUM_SLOTS = 6
+GREEDY = Sampling(temperature=0.0, top_p=1.0, seed=0)
+WARM = Sampling(temperature=1.0, top_p=0.9, seed=1234)
+TIMED = EngineInfo("shoal-tiny", "timed-1", 2048, 1, 8192, NUM_SLOTS, 512)
+
+Make = Callable[[], Engine]
+
+
+def local() -> Engine:
+    return LocalEngine(TINY, num_slots=NUM_SLOTS, max_step_tokens=512)
+
+
+def timed() -> Engine:
+    return TimedEngine(TIMED, vocabulary=range(3, 2028))
+
+
+def tokens(num_tokens: int, seed: int = 0) -> Tokens:
+    return np.random.default_rng(seed).integers(3, 2028, num_tokens).astype(np.uint32)
+
+
+async def generate(
+    engine: Engine, key: str, prompt: Tokens, num_output: int, sampling: Sampling = GREEDY, *, cut: int = 0
+) -> list[int]:
+    """Admit, prefill in chunks of `cut` tokens (0: at once), generate, free."""
+    assert engine.admit(key, len(prompt) + num_output, sampling) is Admission.OK
+    for start in range(0, len(prompt), cut or len(prompt)):
+        await engine.prefill([Chunk(key, prompt[start : start + (cut or len(prompt))])])
+    output = await step(engine, key, num_output)
+    engine.free(key)
+    return output
+
+
+async def step(engine: Engine, key: str, num_steps: int) -> list[int]:
+    output: list[int] = []
+    for _ in range(num_steps):
+        (new,) = await engine.decode([key])
+        output += new
+    return output
+
+
+@pytest.mark.parametrize("make", [local, timed])
+class TestEngine:
+    def drive(self, make: Make, body: Callable[[Engine], Awaitable[None]]) -> None:
+        async def main() -> None:
+            engine = make()
+            await engine.start()
+            try:
+                await body(engine)
+            finally:
+                await engine.close()
+
+        asyncio.run(main(), debug=True)
+
+    def test_info(self, make: Make) -> None:
+        info = make().info
+        assert info.model == "shoal-tiny"
+        assert (info.vocab_size, info.eos_token, info.max_tokens, info.num_slots) == (2048, 1, 8192, NUM_SLOTS)
+        assert info.layout == make().info.layout
+
+    def test_a_life(self, make: Make, run_async: Run) -> None:
+        async def main() -> None:
+            engine = make()
+            await engine.start()
+            assert engine.admit("r", 40, WARM) is Admission.OK
+            assert await engine.prefill([Chunk("r", tokens(20))]) >= 0
+            output = await step(engine, "r", 12)
+            assert len(output) == 12
+            assert all(0 <= token < engine.info.vocab_size for token in output)
+            engine.free("r")
+            await engine.close()
+
+        run_async(main())
+
+    def test_admission(self, make: Make) -> None:
+        async def body(engine: Engine) -> None:
+            assert engine.admit("huge", engine.info.max_tokens + 1, GREEDY) is Admission.NEVER
+            for number in range(NUM_SLOTS):
+                assert engine.admit(f"r{number}", engine.info.max_tokens, GREEDY) is Admission.OK
+            assert engine.admit("late", 1, GREEDY) is Admission.LATER
+            assert engine.admit("huge", engine.info.max_tokens + 1, GREEDY) is Admission.NEVER
+            with pytest.raises(KeyError):
+                await engine.prefill([Chunk("late", tokens(1))])
+            engine.free("r0")
+            assert engine.admit("late", 1, GREEDY) is Admission.OK
+            with pytest.raises(ValueError, match="already admitted"):
+                engine.admit("late", 1, GREEDY)
+
+        self.drive(make, body)
+
+    def test_unknown_keys(self, make: Make) -> None:
+        async def body(engine: Engine) -> None:
+            assert engine.admit("known", 40, GREEDY) is Admission.OK
+            await engine.prefill([Chunk("known", tokens(4))])
+            with pytest.raises(KeyError):
+                await engine.prefill([Chunk("known", tokens(4)), Chunk("x", tokens(4))])
+            with pytest.raises(KeyError):
+                await engine.decode(["known", "x"])
+            with pytest.raises(KeyError):
+                await engine.export("x")
+            with pytest.raises(KeyError):
+                await engine.restore("x", b"")
+            # The refused steps changed nothing.
+            assert await step(engine, "known", 5) == await generate(engine, "again", tokens(4), 5)
+
+        self.drive(make, body)
+
+    def test_free_is_idempotent_and_gives_the_slot_back(self, make: Make) -> None:
+        async def body(engine: Engine) -> None:
+            engine.free("never admitted")
+            for _ in range(3 * NUM_SLOTS):
+                assert engine.admit("r", 30, GREEDY) is Admission.OK
+                await engine.prefill([Chunk("r", tokens(20))])
+                engine.free("r")
+                engine.free("r")
+            assert all(engine.admit(f"r{number}", 1, GREEDY) is Admission.OK for number in range(NUM_SLOTS))
+
+        self.drive(make, body)
+
+    def test_calls_out_of_order(self, make: Make) -> None:
+        async def body(engine: Engine) -> None:
+            assert engine.admit("r", 10, GREEDY) is Admission.OK
+            with pytest.raises(ValueError, match="no prompt"):
+                await engine.decode(["r"])
+            with pytest.raises(ValueError, match="no state"):
+                await engine.export("r")
+            with pytest.raises(ValueError, match="empty chunk"):
+                await engine.prefill([Chunk("r", tokens(0))])
+            with pytest.raises(ValueError, match="once only"):
+                await engine.prefill([Chunk("r", tokens(2)), Chunk("r", tokens(2))])
+            with pytest.raises(ValueError, match="reserved 10 tokens, 11 are needed"):
+                await engine.prefill([Chunk("r", tokens(11))])
+            await engine.prefill([Chunk("r", tokens(8))])
+            await engine.decode(["r"])
+            with pytest.raises(ValueError, match="generating already"):
+                await engine.prefill([Chunk("r", tokens(1))])
+            with pytest.raises(ValueError, match="once only"):
+                await engine.decode(["r", "r"])
+            await step(engine, "r", 2)
+            with pytest.raises(ValueError, match="reserved 10 tokens, 11 are needed"):
+                await engine.decode(["r"])
+            with pytest.raises(ValueError, match="state already"):
+                await engine.restore("r", await engine.export("r"))
+            assert await engine.decode([]) == []
+            assert await engine.prefill([]) >= 0
+
+        self.drive(make, body)
+
+    @pytest.mark.parametrize("sampling", [GREEDY, WARM])
+    def test_any_cut_and_any_batch_give_the_same_tokens(self, make: Make, sampling: Sampling) -> None:
+        async def body(engine: Engine) -> None:
+            prompts = {f"r{number}": tokens(length, number) for number, length in enumerate([1, 131, 40, 7])}
+            alone = {key: await generate(engine, key, prompt, 6, sampling) for key, prompt in prompts.items()}
+            assert await generate(engine, "cut", prompts["r1"], 6, sampling, cut=17) == alone["r1"]
+            for key, prompt in prompts.items():
+                assert engine.admit(key, len(prompt) + 6, sampling) is Admission.OK
+            await engine.prefill([Chunk(key, prompt) for key, prompt in prompts.items()])
+            together: dict[str, list[int]] = {key: [] for key in prompts}
+            for number in range(6):
+                keys = list(prompts) if number % 2 else list(reversed(prompts))
+                for key, new in zip(keys, await engine.decode(keys), strict=True):
+                    together[key] += new
+            assert together == alone
+            assert len({tuple(output) for output in alone.values()}) == len(alone)
+
+        self.drive(make, body)
+
+    @pytest.mark.parametrize("sampling", [GREEDY, WARM])
+    @pytest.mark.parametrize("num_before", [0, 1, 4])
+    def test_export_and_restore_at_any_point(self, make: Make, sampling: Sampling, num_before: int) -> None:
+        async def body(engine: Engine) -> None:
+            prompt = tokens(133)
+            whole = await generate(engine, "whole", prompt, 9, sampling)
+            other = make()
+            await other.start()
+            assert engine.admit("r", 142, sampling) is Admission.OK
+            await engine.prefill([Chunk("r", prompt)])
+            output = await step(engine, "r", num_before)
+            state = await engine.export("r")
+            assert state == await engine.export("r")
+            assert other.admit("neighbour", 30, WARM) is Admission.OK
+            await other.prefill([Chunk("neighbour", tokens(20, 9))])
+            assert other.admit("r", 142, sampling) is Admission.OK
+            await other.restore("r", state)
+            assert await other.export("r") == state
+            for _ in range(9 - num_before):
+                new, _ = await other.decode(["r", "neighbour"])
+                output += new
+            assert output == whole
+            # The source goes on as if nothing had happened.
+            assert await step(engine, "r", 9 - num_before) == whole[num_before:]
+            await other.close()
+
+        self.drive(make, body)
+
+    def test_prefill_goes_on_after_restore(self, make: Make) -> None:
+        async def body(engine: Engine) -> None:
+            prompt = tokens(150)
+            whole = await generate(engine, "whole", prompt, 4)
+            assert engine.admit("a", 154, GREEDY) is Admission.OK
+            await engine.prefill([Chunk("a", prompt[:131])])
+            assert engine.admit("b", 154, GREEDY) is Admission.OK
+            await engine.restore("b", await engine.export("a"))
+            await engine.prefill([Chunk("b", prompt[131:])])
+            assert await step(engine, "b", 4) == whole
+
+        self.drive(make, body)
+
+    def test_bad_states_are_refused_and_the_slot_stays(self, make: Make) -> None:
+        async def body(engine: Engine) -> None:
+            prompt = tokens(40)
+            assert engine.admit("a", 60, GREEDY) is Admission.OK
+            await engine.prefill([Chunk("a", prompt)])
+            state = await engine.export("a")
+            flipped = bytearray(state)
+            flipped[-1] ^= 1
+            foreign = TimedEngine(dataclasses.replace(TIMED, layout="other"), range(3, 99))
+            foreign.admit("f", 60, GREEDY)
+            await foreign.prefill([Chunk("f", prompt)])
+            bad = {
+                "shorter than its header": b"",
+                "checksum": state[:-1],
+                "checksum does not match": bytes(flipped),
+                "first bytes": b"x" + state[1:],
+                "layout 'other'": await foreign.export("f"),
+            }
+            assert engine.admit("b", 60, GREEDY) is Admission.OK
+            for reason, damaged in bad.items():
+                with pytest.raises(StateError, match=reason):
+                    await engine.restore("b", damaged)
+            assert engine.admit("small", 39, GREEDY) is Admission.OK
+            with pytest.raises(StateError, match="does not fit"):
+                await engine.restore("small", state)
+            await engine.restore("b", state)
+            assert await step(engine, "b", 4) == await step(engine, "a", 4)
+            await engine.prefill([Chunk("small", prompt[:3])])
+
+        self.drive(make, body)
+
+    def test_a_cancelled_step_can_be_freed_at_once(self, make: Make) -> None:
+        async def body(engine: Engine) -> None:
+            expected = await generate(engine, "r", tokens(200), 3)
+            assert engine.admit("r", 203, GREEDY) is Admission.OK
+            task = asyncio.ensure_future(engine.prefill([Chunk("r", tokens(200, 5))]))
+            await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            engine.free("r")
+            assert await generate(engine, "r", tokens(200), 3) == expected
+
+        self.drive(make, body)
+
+    def test_close_twice_and_without_start(self, make: Make) -> None:
+        async def main() -> None:
+            engine = make()
+            await engine.close()
+            await engine.close()
+            engine = make()
+            await engine.start()
+            assert engine.admit("r", 9, GREEDY) is Admission.OK
+            await engine.close()
+            engine.free("r")
+            await engine.close()
+
+        asyncio.run(main(), debug=True)
+
+    def test_rebuilding_from_prompt_and_output_gives_the_same_rest(self, make: Make) -> None:
+        async def body(engine: Engine) -> None:
+            prompt = tokens(50)
+            whole = await generate(engine, "r", prompt, 10, WARM)
+            longer = np.concatenate([prompt, np.array(whole[:4], dtype=np.uint32)])
+            assert await generate(engine, "r", longer, 6, WARM) == whole[4:]
+
+        self.drive(make, body)

@@ -1,0 +1,58 @@
+"""What only the timed engine has: the time it spends and the tokens it makes up."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from kernels.engine import Chunk
+from kernels.timed import StepCost, TimedEngine
+from tests.conftest import Run
+from tests.kernels.test_engine import GREEDY, TIMED, WARM, generate, tokens
+
+
+def test_a_step_costs_what_it_was_told(run_async: Run) -> None:
+    async def main() -> None:
+        engine = TimedEngine(TIMED, range(3, 99), StepCost(step_ns=1000, prefill_token_ns=10, decode_row_ns=7))
+        engine.admit("a", 100, GREEDY)
+        engine.admit("b", 100, GREEDY)
+        assert await engine.prefill([Chunk("a", tokens(30)), Chunk("b", tokens(12))]) == 1000 + 42 * 10
+
+    run_async(main())
+
+
+def test_tokens_come_from_the_vocabulary_and_never_end(run_async: Run) -> None:
+    async def main() -> None:
+        engine = TimedEngine(TIMED, [5, 6, 7, 8])
+        output = await generate(engine, "r", tokens(10), 400)
+        assert set(output) == {5, 6, 7, 8}
+
+    run_async(main())
+
+
+def test_one_in_mean_output_ends(run_async: Run) -> None:
+    async def main() -> None:
+        engine = TimedEngine(TIMED, range(3, 99), mean_output=20)
+        output = await generate(engine, "r", tokens(10), 4000, WARM)
+        assert 100 < output.count(TIMED.eos_token) < 300
+        always = TimedEngine(TIMED, range(3, 99), mean_output=1)
+        assert await generate(always, "r", tokens(10), 3) == [TIMED.eos_token] * 3
+
+    run_async(main())
+
+
+def test_every_prompt_token_and_its_place_matter(run_async: Run) -> None:
+    async def main() -> None:
+        engine = TimedEngine(dataclasses.replace(TIMED, num_slots=1), range(3, 2000))
+        prompt = tokens(12)
+        swapped, changed = prompt.copy(), prompt.copy()
+        swapped[[0, 5]] = swapped[[5, 0]]
+        changed[3] += 1
+        outputs = [await generate(engine, "r", p, 8) for p in (prompt, swapped, changed, prompt[:-1], prompt[1:])]
+        assert len({tuple(output) for output in outputs}) == 5
+        assert await generate(engine, "r", prompt, 8, WARM) != outputs[0]
+        assert await generate(engine, "r", prompt, 4) == GOLDEN
+
+    run_async(main())
+
+
+GOLDEN = [1918, 107, 342, 331]
