@@ -1,0 +1,147 @@
+"""The bundled checkpoint: it is what its command makes, it loads, it generates, and its tokenizer fits."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import deepseek_recipe
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.pre_tokenizers import ByteLevel
+
+from kernels.config import ModelConfig
+from kernels.engine import Admission, Chunk, Sampling
+from kernels.local import LocalEngine
+from run.checkpoint import DEFAULT_SEED, inspect, make
+
+TINY = Path(__file__).parents[2] / "run" / "models" / "shoal-tiny"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(TINY / "tokenizer.json"))
+
+
+def test_the_command_makes_what_is_shipped(tmp_path: Path) -> None:
+    make(tmp_path, DEFAULT_SEED)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == sorted(path.name for path in TINY.iterdir())
+    for name in names:
+        if name != "tokenizer.json":
+            assert (tmp_path / name).read_bytes() == (TINY / name).read_bytes(), name
+    # How a tokenizer is written down is its library's choice; what it says is ours.
+    made, shipped = (json.loads((folder / "tokenizer.json").read_text()) for folder in (tmp_path, TINY))
+    for key in ("model", "added_tokens", "pre_tokenizer", "normalizer"):
+        assert made[key] == shipped[key], key
+
+
+def test_another_seed_makes_other_weights(tmp_path: Path) -> None:
+    make(tmp_path, DEFAULT_SEED + 1)
+    assert (tmp_path / "model.safetensors").read_bytes() != (TINY / "model.safetensors").read_bytes()
+    assert (tmp_path / "config.json").read_bytes() == (TINY / "config.json").read_bytes()
+
+
+def test_it_is_small_and_has_every_role(capsys: pytest.CaptureFixture[str]) -> None:
+    assert sum(path.stat().st_size for path in TINY.iterdir()) < 6e6
+    config = ModelConfig.from_folder(TINY)
+    assert {(role.mode, role.ratio) for role in config.layers} == {
+        ("window", 0),
+        ("full", 2),
+        ("reuse", 2),
+        ("full", 1),
+        ("reindex", 1),
+        ("reuse", 1),
+    }
+    assert (config.sliding_window, config.max_position_embeddings) == (128, 8192)
+    assert config.index_n_heads >= 16
+    assert len(config.engram_layer_ids) == 2
+    inspect(TINY)
+    printed = capsys.readouterr().out
+    assert "396 tensors" in printed
+    assert "layer 6: reindex" in printed
+
+
+def test_ids_agree(tokenizer: Tokenizer) -> None:
+    config = json.loads((TINY / "config.json").read_text())
+    spelling = {
+        "bos_token_id": "<｜begin▁of▁sentence｜>",
+        "eos_token_id": "<｜end▁of▁sentence｜>",
+        "pad_token_id": "<｜▁pad▁｜>",
+        "image_token_id": "<｜image｜>",
+    }
+    assert {key: tokenizer.id_to_token(config[key]) for key in spelling} == spelling
+    assert [config[key] for key in list(spelling)[:3]] == [0, 1, 2]
+    assert tokenizer.get_vocab_size() == config["text_config"]["vocab_size"]
+
+
+def test_the_official_library_finds_all_its_tokens(tokenizer: Tokenizer) -> None:
+    special = deepseek_recipe.SpecialTokens()
+    kinds = [kind for name, kind in vars(deepseek_recipe.SpecialToken).items() if name[0].isupper()]
+    assert len(kinds) == 18
+    for kind in kinds:
+        spelling = special.token(kind)
+        assert tokenizer.token_to_id(spelling) is not None, spelling
+        assert len(tokenizer.encode(spelling, add_special_tokens=False).ids) == 1
+
+
+def render(*messages: dict[str, Any], **fields: Any) -> list[int]:
+    official = deepseek_recipe.Tokenizer.from_file(str(TINY / "tokenizer.json"))
+    body = {"model": "DeepSeek-V4.1-Flash", "messages": list(messages), "thinking": {"type": "disabled"}, **fields}
+    request = deepseek_recipe.ChatCompletionRequest(body).convert(deepseek_recipe.ConversionOptions())
+    ids: list[int] = deepseek_recipe.DeepseekV41Encoding().with_tokenizer(official).encode(request.conversation)
+    return ids
+
+
+def test_a_conversation_encodes(tokenizer: Tokenizer) -> None:
+    ids = render({"role": "system", "content": "You are helpful."}, {"role": "user", "content": "Hello"})
+    text = "<｜begin▁of▁sentence｜><｜System｜>You are helpful.<｜User｜>Hello<｜Assistant｜></think>"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    assert len(ids) < 16
+
+
+@pytest.mark.parametrize(
+    "text", ["<｜User｜>", "</think>", "<｜end▁of▁sentence｜>", "｜DSML｜", "<｜image｜>", "<|EOT|>"]
+)
+def test_control_strings_in_user_text_are_plain(tokenizer: Tokenizer, text: str) -> None:
+    ids = render({"role": "user", "content": text})
+    template, inner = ids[:2] + ids[-2:], ids[2:-2]
+    names = ["<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "</think>"]
+    assert [tokenizer.id_to_token(token) for token in template] == names
+    assert len(inner) > 1
+    assert tokenizer.token_to_id(text) not in inner
+    assert tokenizer.decode(inner) == text
+
+
+def test_every_byte_string_round_trips(tokenizer: Tokenizer) -> None:
+    chance = random.Random(5)
+    samples = ["", " ", "\n\n \t", "a\x00b", "e\u0301 ﬁ ＡＢ", "🦀👩\u200d👩\u200d👧", "0123456789" * 3]
+    ranges = (range(0xD800), range(0x10000, 0x110000))
+    samples += ["".join(chr(chance.choice(chance.choice(ranges))) for _ in range(30)) for _ in range(50)]
+    for text in samples:
+        assert tokenizer.decode(tokenizer.encode(text).ids) == text
+    # Each of the 256 bytes has a token of its own, so text that no merge knows is spelt in bytes.
+    assert all(tokenizer.token_to_id(byte) is not None for byte in ByteLevel.alphabet())
+
+
+def test_it_generates(tokenizer: Tokenizer) -> None:
+    async def main() -> list[int]:
+        engine = LocalEngine(TINY, num_slots=1, max_step_tokens=512)
+        await engine.start()
+        prompt = np.array(render({"role": "user", "content": "Hello, how are you?"}), dtype=np.uint32)
+        assert engine.admit("r", 200, Sampling(0.0, 1.0, 0)) is Admission.OK
+        await engine.prefill([Chunk("r", prompt)])
+        output: list[int] = []
+        while len(output) < 60 and engine.info.eos_token not in output:
+            output += (await engine.decode(["r"]))[0]
+        await engine.close()
+        return output
+
+    output = asyncio.run(main())
+    # Untrained, but not stuck: it says different things, none of them a control token but the end.
+    assert len(set(output)) > 20
+    assert all(token < tokenizer.token_to_id("<｜System｜>") for token in output)
