@@ -1,0 +1,113 @@
+"""A whole system as processes, started once for all tests of this folder."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import nats
+import pytest
+from nats.aio.client import Client
+
+from run.home import Ready
+
+
+class System:
+    """`shoal up` as a child: its ready file, its output, and its end."""
+
+    def __init__(self, folder: Path, environment: dict[str, str] | None = None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.ready_file = folder / "ready.json"
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(("SHOAL_", "OTEL_"))}
+        self.output = folder / "output.txt"
+        with self.output.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "run.cli", "up", "--ready-file", str(self.ready_file)],
+                env={**clean, "SHOAL_HTTP_PORT": "0", "SHOAL_HOME": str(folder / "home"), **(environment or {})},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+            )
+        try:
+            wait_for(lambda: self.ready_file.exists() or self.process.poll() is not None, 50.0)
+            assert self.process.poll() is None and self.ready_file.exists(), self.output.read_text()
+        except BaseException:
+            self.process.kill()
+            raise
+
+    @property
+    def ready(self) -> Ready:
+        """The ready file, as it is now."""
+        return msgspec.json.decode(self.ready_file.read_bytes(), type=Ready)
+
+    @property
+    def http(self) -> str:
+        return self.ready.http
+
+    def pid(self, role: str) -> int:
+        """The process that runs a role (the first, if there are several)."""
+        return self.ready.pids[role][0]
+
+    def stop(self) -> int:
+        """Ctrl-C, and wait."""
+        self.process.send_signal(signal.SIGINT)
+        try:
+            return self.process.wait(timeout=15)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+
+    @asynccontextmanager
+    async def client(self) -> AsyncIterator[Client]:
+        """A NATS client with the client user's rights."""
+        user = self.ready.client
+        connection = await nats.connect(
+            self.ready.nats, user=user.user, password=user.password, inbox_prefix=user.inbox_prefix.encode()
+        )
+        try:
+            yield connection
+        finally:
+            await connection.close()
+
+
+def wait_for(is_true: Callable[[], Any], limit_s: float) -> None:
+    """Wait for something another process does. Fails after `limit_s`."""
+    import time
+
+    end_s = time.monotonic() + limit_s
+    while not is_true():
+        assert time.monotonic() < end_s, "it did not happen in time"
+        time.sleep(0.02)
+
+
+async def until(is_true: Callable[[], Any], limit_s: float = 30.0) -> None:
+    """As `wait_for`, on the loop."""
+    async with asyncio.timeout(limit_s):
+        while not is_true():
+            await asyncio.sleep(0.02)
+
+
+@pytest.fixture(scope="session")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    """One system for all tests that leave it as they found it."""
+    system = System(tmp_path_factory.mktemp("stack"))
+    yield system
+    system.stop()
+
+
+@pytest.fixture
+def own_stack(tmp_path: Path) -> Iterator[System]:
+    """A system of its own, for tests that harm it."""
+    system = System(tmp_path)
+    yield system
+    if system.process.poll() is None:
+        system.stop()

@@ -1,0 +1,188 @@
+"""The official SDKs, unmodified, against the gateway: stream and not, and the errors they raise."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+
+import anthropic
+import httpx
+import openai
+import pytest
+
+from tests.stack.conftest import System
+
+pytestmark = pytest.mark.stack
+
+MODEL = "shoal-tiny"
+HELLO = [{"role": "user", "content": "Say something."}]
+
+
+@pytest.fixture
+def ai(stack: System) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{stack.http}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def claude(stack: System) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=stack.http, api_key="none", max_retries=0) as client:
+        yield client
+
+
+class TestOpenAI:
+    def test_chat_stream_and_whole_agree(self, ai: openai.OpenAI) -> None:
+        whole = ai.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=20, temperature=0)
+        stream = ai.chat.completions.create(
+            model=MODEL,
+            messages=HELLO,
+            max_tokens=20,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        chunks = list(stream)
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        assert text and text == whole.choices[0].message.content
+        assert whole.usage is not None and whole.usage.completion_tokens <= 20
+        usages = [chunk.usage for chunk in chunks if chunk.usage is not None]
+        assert [usage.completion_tokens for usage in usages][-1] == whole.usage.completion_tokens
+
+    def test_max_completion_tokens_and_developer_role_are_honoured(self, ai: openai.OpenAI) -> None:
+        answer = ai.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "developer", "content": "Be brief."}, *HELLO],
+            max_completion_tokens=3,
+            temperature=0,
+        )
+        assert answer.choices[0].finish_reason == "length"
+        assert answer.usage is not None and answer.usage.completion_tokens == 3
+
+    def test_a_seed_fixes_the_answer_and_another_changes_it(self, ai: openai.OpenAI) -> None:
+        def ask(seed: int) -> str | None:
+            answer = ai.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=24, temperature=1, seed=seed)
+            return answer.choices[0].message.content
+
+        assert ask(1) == ask(1) != ask(2)
+
+    def test_responses_stream_and_whole_agree(self, ai: openai.OpenAI) -> None:
+        whole = ai.responses.create(model=MODEL, input="Say something.", max_output_tokens=20, temperature=0)
+        text = ""
+        with ai.responses.stream(model=MODEL, input="Say something.", max_output_tokens=20, temperature=0) as stream:
+            for event in stream:
+                if event.type == "response.output_text.delta":
+                    text += event.delta
+        assert text and text == whole.output_text
+
+    def test_models(self, ai: openai.OpenAI) -> None:
+        assert [model.id for model in ai.models.list()] == [MODEL]
+        assert ai.models.retrieve(MODEL).id == MODEL
+
+    def test_wrong_model(self, ai: openai.OpenAI) -> None:
+        with pytest.raises(openai.NotFoundError):
+            ai.chat.completions.create(model="gpt-9", messages=HELLO)
+
+    def test_empty_messages(self, ai: openai.OpenAI) -> None:
+        with pytest.raises(openai.BadRequestError):
+            ai.chat.completions.create(model=MODEL, messages=[])
+
+    def test_a_prompt_over_the_context_limit(self, ai: openai.OpenAI) -> None:
+        with pytest.raises(openai.BadRequestError, match=r"8192"):
+            ai.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "word " * 9000}])
+
+    def test_two_mebibytes_of_text(self, ai: openai.OpenAI) -> None:
+        with pytest.raises(openai.BadRequestError):
+            ai.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "x" * (2 << 20)}])
+
+    def test_an_image_for_a_text_only_checkpoint(self, ai: openai.OpenAI) -> None:
+        image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
+        with pytest.raises(openai.BadRequestError, match="image"):
+            ai.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": [image]}])  # type: ignore
+
+    def test_control_token_strings_are_plain_text(self, ai: openai.OpenAI) -> None:
+        def prompt_tokens(content: str) -> int:
+            answer = ai.chat.completions.create(
+                model=MODEL, messages=[{"role": "user", "content": content}], max_tokens=1
+            )
+            assert answer.usage is not None
+            return answer.usage.prompt_tokens
+
+        plain = prompt_tokens("")
+        for spelled in ("<｜User｜>", "<think>", "｜DSML｜", "<｜end▁of▁sentence｜>"):
+            assert prompt_tokens(spelled) > plain + 1
+
+
+class TestAnthropic:
+    def test_stream_and_whole_agree(self, claude: anthropic.Anthropic) -> None:
+        whole = claude.messages.create(model=MODEL, messages=HELLO, max_tokens=20, temperature=0)
+        with claude.messages.stream(model=MODEL, messages=HELLO, max_tokens=20, temperature=0) as stream:
+            text = "".join(stream.text_stream)
+            final = stream.get_final_message()
+        assert text and text == "".join(block.text for block in whole.content if block.type == "text")
+        assert final.usage.output_tokens == whole.usage.output_tokens <= 20
+        assert final.stop_reason == whole.stop_reason
+
+    def test_count_tokens_is_what_is_then_used(self, claude: anthropic.Anthropic) -> None:
+        counted = claude.messages.count_tokens(model=MODEL, messages=HELLO)
+        used = claude.messages.create(model=MODEL, messages=HELLO, max_tokens=1).usage.input_tokens
+        assert counted.input_tokens == used
+
+    def test_errors_are_its_own(self, claude: anthropic.Anthropic) -> None:
+        with pytest.raises(anthropic.NotFoundError):
+            claude.messages.create(model="claude-9", messages=HELLO, max_tokens=1)
+        with pytest.raises(anthropic.BadRequestError):
+            claude.messages.create(model=MODEL, messages=[], max_tokens=1)
+
+
+class TestBareHttp:
+    @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+    @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b'{"model": 3}', b"\xff\xfe"])
+    def test_malformed_bodies_get_the_protocols_own_error(self, stack: System, path: str, body: bytes) -> None:
+        answer = httpx.post(stack.http + path, content=body, headers={"content-type": "application/json"})
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert error["message"] and error["type"] == "invalid_request_error"
+
+    def test_a_truncated_body_hurts_nobody(self, stack: System) -> None:
+        host, port = stack.http.removeprefix("http://").split(":")
+        before = stack.ready.pids
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(b"POST /v1/messages HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n{\"model\"")
+        assert httpx.get(f"{stack.http}/health").status_code == 200
+        assert stack.ready.pids == before
+
+    def test_request_id_is_echoed(self, stack: System) -> None:
+        answer = httpx.get(f"{stack.http}/v1/models", headers={"x-request-id": "mine-7"})
+        assert answer.headers["x-request-id"] == "mine-7"
+        assert httpx.get(f"{stack.http}/v1/models").headers["x-request-id"]
+
+    def test_unknown_paths(self, stack: System) -> None:
+        answer = httpx.get(f"{stack.http}/v1/nothing")
+        assert answer.status_code == 404 and answer.json()["error"]["message"]
+
+
+def test_sixty_four_streams_are_what_each_is_alone(stack: System) -> None:
+    async def main() -> None:
+        async with openai.AsyncOpenAI(base_url=f"{stack.http}/v1", api_key="none", max_retries=0) as ai:
+
+            async def ask(i: int) -> tuple[str, str]:
+                stream = await ai.chat.completions.create(
+                    model=MODEL,
+                    messages=[{"role": "user", "content": f"Number {i}. " + "more " * (i * 7 % 90)}],
+                    max_tokens=8 + i % 9,
+                    temperature=i % 2,
+                    seed=i,
+                    stream=True,
+                )
+                text, reason = "", ""
+                async for chunk in stream:
+                    text += chunk.choices[0].delta.content or ""
+                    reason = chunk.choices[0].finish_reason or reason
+                return text, reason
+
+            together = await asyncio.gather(*(ask(i) for i in range(64)))
+            alone = [await ask(i) for i in range(0, 64)]
+            assert together == alone
+
+    asyncio.run(main())
