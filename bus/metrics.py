@@ -56,6 +56,20 @@ def token_usage() -> Histogram:
     return _histogram("gen_ai.client.token.usage", "{token}", "Tokens of a request", USAGE_BUCKETS)
 
 
+def record_request(
+    model: str, *, duration_s: float, first_token_s: float, num_input: int, num_output: int, error: str = ""
+) -> None:
+    """Record all of the above for one request that has ended. `first_token_s` counts from its arrival; 0 for none."""
+    labels = attributes(model, error=error)
+    request_duration().record(duration_s, labels)
+    token_usage().record(num_input, labels | {TOKEN_TYPE: "input"})
+    token_usage().record(num_output, labels | {TOKEN_TYPE: "output"})
+    if not error and first_token_s:
+        time_to_first_token().record(first_token_s, labels)
+        if num_output > 1:
+            time_per_output_token().record((duration_s - first_token_s) / (num_output - 1), labels)
+
+
 def _histogram(name: str, unit: str, description: str, buckets: tuple[float, ...]) -> Histogram:
     return metrics.get_meter("shoal").create_histogram(
         name, unit=unit, description=description, explicit_bucket_boundaries_advisory=list(buckets)

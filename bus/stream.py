@@ -163,17 +163,20 @@ class StreamWriter:
         gathered.num_open += 1
         return OutStream(self, gathered, stream_id)
 
-    async def flush(self) -> None:
-        """Send all that was gathered."""
+    async def flush(self) -> int:
+        """Send all that was gathered; the number of messages."""
+        num_sent = 0
         for gathered in list(self._gathered.values()):
             if gathered.items:
                 batches = list(gathered.batches())
                 gathered.clear()
                 for batch in batches:
                     await self._bus.tell(gathered.address, batch, on_fate=gathered.on_fate)
+                    num_sent += 1
             elif gathered.num_open == 0:
                 del self._gathered[gathered.address.name]
                 self._bus.forget(gathered.address.name, gathered.on_fate)
+        return num_sent
 
 
 class InStream:

@@ -14,9 +14,11 @@ from actors.recipe.card import ModelCard
 from actors.recipe.fields import Refusal
 from actors.recipe.normalise import Normal, normalise, parse
 from actors.recipe.protocol import REQUESTS
-from schemas.api import Protocol
+from actors.rules.errors import error_body, status
+from schemas.api import Answer, Call, Protocol
+from schemas.bulk import Payload
 from schemas.failure import Code
-from schemas.request import Sampling
+from schemas.request import Limits, Sampling, Submit
 
 _BOUNDED_BYTES = 64 * 1024
 """Prompts above this are first held against a bound that needs no encoding."""
@@ -38,6 +40,32 @@ class Prepared:
     echo: Any = None
     namespaces: Any = None
 
+    def submit(self, call: Call, recipe: str, prompt: Payload) -> Submit:
+        """The message that gives the request to an entrypoint shard."""
+        return Submit(
+            request_id=call.request_id,
+            recipe=recipe,
+            tenant=call.tenant,
+            prompt=prompt,
+            num_prompt_tokens=self.num_prompt_tokens,
+            sampling=self.sampling,
+            limits=Limits(max_tokens=self.max_tokens, deadline_ns=call.deadline_ns),
+        )
+
+    def attributes(self) -> dict[str, str | int | float | bool]:
+        """For the span (GenAI conventions, spec bus.md §3.1)."""
+        return {
+            "gen_ai.operation.name": "chat",
+            "gen_ai.provider.name": "shoal",
+            "gen_ai.request.model": self.model,
+            "gen_ai.request.max_tokens": self.max_tokens,
+            "gen_ai.request.temperature": self.sampling.temperature,
+            "gen_ai.request.top_p": self.sampling.top_p,
+            "gen_ai.request.seed": self.sampling.seed,
+            "gen_ai.request.stream": self.is_stream,
+            "gen_ai.usage.input_tokens": self.num_prompt_tokens,
+        }
+
 
 class Converter:
     """One model's card with its tokenizer, loaded. Safe to call from a thread: it has no state."""
@@ -56,7 +84,7 @@ class Converter:
             responses_web_search=library.WebSearchBehavior.Reject,
         ).with_model_versions_by_name(names)
 
-    def prepare(self, protocol: Protocol, body: bytes, *, seed: int) -> Prepared:
+    def prepare(self, protocol: Protocol, body: bytes, seed: int) -> Prepared:
         """Parse, check, convert and encode. `seed` is used where the client gave none. Raises Refusal."""
         normal = normalise(protocol, parse(body), self.card)
         request, echo, namespaces = self._convert(protocol, normal)
@@ -74,9 +102,7 @@ class Converter:
             model=normal.model,
             prompt=np.asarray(prompt, dtype="<u4").tobytes(),
             num_prompt_tokens=len(prompt),
-            sampling=Sampling(
-                temperature=temperature, top_p=top_p, seed=seed if normal.seed is None else normal.seed
-            ),
+            sampling=Sampling(temperature=temperature, top_p=top_p, seed=seed if normal.seed is None else normal.seed),
             max_tokens=max_tokens,
             is_stream=request.stream,
             ignored=normal.ignored,
@@ -84,6 +110,16 @@ class Converter:
             echo=echo,
             namespaces=namespaces,
         )
+
+    def answer(self, call: Call) -> Answer:
+        """Answer a call that needs no generation: models or count_tokens."""
+        try:
+            work = self.models if call.protocol is Protocol.MODELS else self.count_tokens
+            return Answer(status=200, body=work(call.body))
+        except Refusal as refusal:
+            failure = refusal.failure
+            body = error_body(call.protocol, failure, call.request_id)
+            return Answer(status=status(failure), body=body, failure=failure)
 
     def count_tokens(self, body: bytes) -> bytes:
         """The answer to `count_tokens` (Anthropic). Raises Refusal."""
@@ -149,5 +185,3 @@ def _message(error: Exception) -> str:
 
 def _prompt_field(protocol: Protocol) -> str:
     return "input" if protocol is Protocol.RESPONSES else "messages"
-
-

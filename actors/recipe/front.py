@@ -1,0 +1,63 @@
+"""The door for NATS clients: what their headers say, and which request an id means."""
+
+from __future__ import annotations
+
+import hashlib
+import string
+from collections.abc import Mapping
+
+import orjson
+
+from actors.recipe.fields import Refusal
+from actors.recipe.normalise import parse
+from actors.recipe.protocol import request_id_of
+from schemas.api import Call, Protocol
+from schemas.failure import Code
+
+PUBLIC_TENANT = "public"
+_TRACE_HEADERS = ("traceparent", "tracestate")
+_HEX = frozenset(string.hexdigits.lower())
+
+
+def read_call(
+    protocol: Protocol, body: bytes, headers: Mapping[str, str] | None, fresh_id: str
+) -> tuple[Call, dict[str, str]]:
+    """A client's message as a call, and its trace headers. Header names in any case; nonsense counts as absent.
+
+    `x-request-id` is the client's own name for the request, from which its id is derived; else it gets `fresh_id`.
+    """
+    lower = {name.lower(): value for name, value in (headers or {}).items()}
+    label, deadline = lower.get("x-request-id", "")[:256], lower.get("shoal-deadline-ns", "")
+    call = Call(
+        stream_id=0,
+        gateway="",
+        protocol=protocol,
+        body=body,
+        tenant=PUBLIC_TENANT,
+        request_id=derived_id(PUBLIC_TENANT, label) if label else fresh_id,
+        deadline_ns=int(deadline) if deadline.isdecimal() and len(deadline) < 20 else 0,
+    )
+    return call, {name: lower[name] for name in _TRACE_HEADERS if name in lower}
+
+
+def derived_id(tenant: str, label: str) -> str:
+    """The request id of a label: the same at every recipe, so that any of them can cancel by it."""
+    return hashlib.sha256(f"{tenant}\0{label}".encode()).hexdigest()[:32]
+
+
+def read_cancel(body: bytes) -> tuple[str, list[str]]:
+    """The id in a cancel body, and the request ids it may mean: its own hex digits first, then as a label.
+
+    Raises Refusal.
+    """
+    id = parse(body).get("id")
+    if not isinstance(id, str) or not id:
+        raise Refusal(Code.BAD_REQUEST, "id is missing: give a response id, a request id or an x-request-id", "id")
+    bare = request_id_of(id)
+    is_request_id = len(bare) == 32 and _HEX.issuperset(bare)
+    return id, [*([bare] if is_request_id else []), derived_id(PUBLIC_TENANT, id)]
+
+
+def cancel_body(id: str, was_running: bool) -> bytes:
+    """The answer to a cancel. Cancelling what has ended is no error."""
+    return orjson.dumps({"id": id, "object": "cancel", "cancelled": was_running})

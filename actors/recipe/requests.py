@@ -1,0 +1,244 @@
+"""The open requests of a recipe: whose they are, how far they are, which of them have gone silent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from opentelemetry.trace import Span, StatusCode
+
+from actors.recipe.converter import Converter, Prepared
+from actors.recipe.doors import Door, GatewayDoor, InboxDoor
+from actors.recipe.fields import Refusal
+from actors.recipe.session import Session
+from actors.rules.errors import error_body, status
+from schemas.api import Answer, Called, Probe, Probed, Protocol
+from schemas.failure import FAILURES, Code, Failure
+from schemas.request import Cancelled, CancelReason, End, Failed, FinishReason, Resend, TokensEmitted
+
+SILENCE_S = 5.0
+"""A request without an event for so long is asked after."""
+
+RETRY_AFTER_S = 1.0
+
+RESEND_REQUESTS = 64
+"""Requests in one question."""
+
+
+class Outcome(NamedTuple):
+    """What became of some tokens. The request is over with `is_last`; `must_cancel`: its shard does not know that."""
+
+    items: list[bytes] = []
+    is_last: bool = False
+    status: int = 200
+    failure: Failure | None = None
+    reason: str = ""
+    must_cancel: CancelReason | None = None
+    is_gap: bool = False
+
+    def answer(self) -> Answer:
+        """The same to a gateway, for a request that has not begun. Only for a failure."""
+        assert self.failure is not None
+        retry_after_s = RETRY_AFTER_S if FAILURES[self.failure.code].is_retryable else 0.0
+        return Answer(status=self.status, body=self.items[-1], failure=self.failure, retry_after_s=retry_after_s)
+
+
+@dataclass(slots=True, eq=False)
+class OpenRequest:
+    """One request from its arrival to its terminal event. Times are in seconds of the loop's clock."""
+
+    id: str
+    protocol: Protocol
+    door: Door
+    span: Span
+    started_s: float
+    last_event_s: float
+    session: Session | None = None
+    model: str = ""
+    num_prompt_tokens: int = 0
+    shard: str = ""
+    next_index: int = 0
+    num_seen: int = 0
+    is_end_seen: bool = False
+    is_resending: bool = False
+    is_cancelled: bool = False
+    is_closed: bool = False
+    first_token_s: float = 0.0
+
+    def begin(self, converter: Converter, prepared: Prepared, created_s: int) -> None:
+        """The request is understood."""
+        self.session = Session(converter, prepared, self.id, created_s)
+        self.model = prepared.model
+        self.num_prompt_tokens = prepared.num_prompt_tokens
+        if isinstance(self.door, InboxDoor):
+            self.door.is_stream = prepared.is_stream
+        self.span.set_attributes(prepared.attributes())
+
+    def close(self, outcome: Outcome, now_s: float) -> dict[str, Any] | None:
+        """End the span; what to record of the request, if it was understood. None the second time."""
+        if self.is_closed:
+            return None
+        self.is_closed = True
+        self.door.close()
+        num_output = self.session.num_tokens if self.session else 0
+        error = outcome.failure.code if outcome.failure else ""
+        self.span.set_attribute("gen_ai.usage.output_tokens", num_output)
+        self.span.set_attribute("gen_ai.response.finish_reasons", [outcome.reason])
+        if outcome.failure is not None:
+            self.span.set_attribute("error.type", error)
+            self.span.set_status(StatusCode.ERROR, outcome.failure.message)
+        self.span.end()
+        if self.session is None:
+            return None
+        return {
+            "model": self.model,
+            "duration_s": now_s - self.started_s,
+            "first_token_s": self.first_token_s - self.started_s if self.first_token_s else 0.0,
+            "num_input": self.num_prompt_tokens,
+            "num_output": num_output,
+            "error": error,
+        }
+
+    def apply(self, first_index: int, tokens: list[int], end: End | None, now_s: float) -> Outcome:
+        """Take tokens, and maybe the end, from the shard. Repeated ones are skipped; a gap changes nothing."""
+        self.last_event_s = now_s
+        self.num_seen = max(self.num_seen, first_index + len(tokens))
+        self.is_end_seen = self.is_end_seen or end is not None
+        known = self.next_index - first_index
+        if known < 0:
+            return Outcome(is_gap=True)
+        new = tokens[known:] if known else tokens
+        session = self.session
+        if session is None:
+            return Outcome()
+        items: list[bytes] = []
+        try:
+            if new:
+                self.next_index += len(new)
+                self.first_token_s = self.first_token_s or now_s
+                items = session.push(new)
+                if session.is_stopped:
+                    reason = CancelReason.STOP_SEQUENCE if end is None else None
+                    return Outcome(items + session.finish(FinishReason.STOP), True, reason="stop", must_cancel=reason)
+            if end is None:
+                return Outcome(items)
+            return self._end(items, session, end)
+        except Refusal as refusal:
+            return self.fail(refusal.failure, must_cancel=CancelReason.CLIENT)
+
+    def _end(self, items: list[bytes], session: Session, end: End) -> Outcome:
+        if isinstance(end, Failed):
+            return self.fail(end.failure, items)
+        if isinstance(end, Cancelled):
+            return self.fail(Failure(code=Code.CANCELLED, message="the request was cancelled"), items)
+        return Outcome(items + session.finish(end.reason), True, reason=end.reason.value)
+
+    def fail(
+        self, failure: Failure, items: list[bytes] | None = None, *, must_cancel: CancelReason | None = None
+    ) -> Outcome:
+        """The outcome of a request that ends in a failure, after these events."""
+        last = self.session.fail(failure) if self.session else error_body(self.protocol, failure, self.id)
+        return Outcome([*(items or []), last], True, status(failure), failure, "error", must_cancel)
+
+    def is_wanted(self) -> bool:
+        """Whether someone still waits for it."""
+        return not self.is_cancelled
+
+    def called(self, recipe: str, ignored: list[str]) -> Called:
+        """The word to a gateway that items will follow."""
+        is_stream = self.session is not None and self.session.is_stream
+        return Called(recipe=recipe, request_id=self.id, is_stream=is_stream, ignored=ignored)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether tokens or an end have been heard of that are not here."""
+        return self.is_end_seen or self.num_seen > self.next_index
+
+
+class OpenRequests:
+    """All of them, by id."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, OpenRequest] = {}
+        self._strays: dict[str, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __iter__(self) -> Iterator[OpenRequest]:
+        return iter(list(self._by_id.values()))
+
+    def get(self, id: str) -> OpenRequest | None:
+        """The open request with this id."""
+        return self._by_id.get(id)
+
+    def add(self, request: OpenRequest) -> bool:
+        """False, and nothing happens, if one with its id is open."""
+        return self._by_id.setdefault(request.id, request) is request
+
+    def remove(self, request: OpenRequest) -> bool:
+        """False if it was not here any more."""
+        if self._by_id.get(request.id) is not request:
+            return False
+        del self._by_id[request.id]
+        return True
+
+    def of_gateway(self, gateway: str) -> list[OpenRequest]:
+        """Those whose client is at this gateway."""
+        return [r for r in self if isinstance(r.door, GatewayDoor) and r.door.gateway == gateway]
+
+    def of_shard(self, shard: str) -> list[OpenRequest]:
+        """Those that this entrypoint shard owns."""
+        return [request for request in self if request.shard == shard]
+
+    def silent(self, now_s: float) -> list[OpenRequest]:
+        """Those submitted, without an event for SILENCE_S, and not being asked after."""
+        return [r for r in self if r.shard and not r.is_resending and now_s - r.last_event_s > SILENCE_S]
+
+    def apply(self, emitted: TokensEmitted, now_s: float) -> tuple[list[tuple[OpenRequest, Outcome]], list[str]]:
+        """Give tokens and ends to the requests they are for: what became of each; and ids not open here.
+
+        Each of those is told once in SILENCE_S: tokens on their way when a request was cancelled are no news.
+        """
+        start, ends, tokens = 0, dict(emitted.ends), emitted.tokens
+        outcomes, unknown = [], list[str]()
+        for i, (id, first, count) in enumerate(
+            zip(emitted.request_ids, emitted.first_indexes, emitted.counts, strict=True)
+        ):
+            stop = start + count
+            request = self._by_id.get(id)
+            if request is not None:
+                # Tokens may overtake the answer to Submit.
+                request.shard = request.shard or shard_of(emitted)
+                outcomes.append((request, request.apply(first, tokens[start:stop], ends.get(i), now_s)))
+            elif i not in ends and now_s - self._strays.get(id, -SILENCE_S) >= SILENCE_S:
+                unknown.append(id)
+            start = stop
+        if unknown:
+            self._strays = {id: at for id, at in self._strays.items() if now_s - at < SILENCE_S}
+            self._strays.update(dict.fromkeys(unknown, now_s))
+        return outcomes, unknown
+
+    def probed(self, probe: Probe) -> Probed:
+        """How far the streams of a gateway are."""
+        doors = [r.door for r in self.of_gateway(probe.gateway)]
+        known = {door.stream_id: door.num_put for door in doors if isinstance(door, GatewayDoor)}
+        return Probed(next_seqs=[known.get(stream_id, -1) for stream_id in probe.stream_ids])
+
+
+def resends(requests: list[OpenRequest]) -> Iterator[tuple[str, list[OpenRequest], Resend]]:
+    """(shard, requests, question): what to ask whom about requests that may have missed something."""
+    shards: dict[str, list[OpenRequest]] = {}
+    for request in requests:
+        shards.setdefault(request.shard, []).append(request)
+    for shard, all_of_it in shards.items():
+        for start in range(0, len(all_of_it), RESEND_REQUESTS):
+            some = all_of_it[start : start + RESEND_REQUESTS]
+            ids, indexes = [r.id for r in some], [r.next_index for r in some]
+            yield shard, some, Resend(request_ids=ids, first_indexes=indexes, epochs=[0] * len(some))
+
+
+def shard_of(emitted: TokensEmitted) -> str:
+    """The id of the shard that sent these (`source` is role/id)."""
+    return emitted.source.rpartition("/")[2]
