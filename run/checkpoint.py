@@ -24,9 +24,12 @@ def make_command(folder: Path, *, seed: int = DEFAULT_SEED) -> None:
 @app.command
 def inspect(folder: Path) -> None:
     """Print what a checkpoint folder holds."""
-    from kernels.config import ModelConfig
+    from kernels.config import ConfigError, ModelConfig
 
-    config = ModelConfig.from_folder(folder)
+    try:
+        config = ModelConfig.from_folder(folder)
+    except ConfigError as error:
+        raise SystemExit(str(error)) from None
     tensors = {name: entry for path in sorted(folder.glob("*.safetensors")) for name, entry in _header(path).items()}
     num_bytes = sum(entry["data_offsets"][1] - entry["data_offsets"][0] for entry in tensors.values())
     print(f"{folder}: {len(tensors)} tensors, {num_bytes:,} bytes")

@@ -66,6 +66,11 @@ def test_it_is_small_and_has_every_role(capsys: pytest.CaptureFixture[str]) -> N
     assert "layer 6: reindex" in printed
 
 
+def test_inspecting_what_is_no_checkpoint_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"config\.json: not found"):
+        inspect(tmp_path)
+
+
 def test_ids_agree(tokenizer: Tokenizer) -> None:
     config = json.loads((TINY / "config.json").read_text())
     spelling = {
