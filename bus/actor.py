@@ -33,7 +33,7 @@ class Envelope:
 
     __slots__ = ("_bus", "_pending", "headers", "message", "reply_to")
 
-    def __init__(self, message: Any, delivery: Delivery, bus: Bus, pending: set[Envelope]) -> None:
+    def __init__(self, message: Any, delivery: Delivery, bus: Bus, pending: dict[Envelope, None]) -> None:
         self.message = message
         self.reply_to = delivery.reply
         self.headers = delivery.headers
@@ -48,7 +48,7 @@ class Envelope:
     async def answer(self, message: Message) -> None:
         """Answer the ask. A second answer is ignored, as is one to a tell."""
         if self in self._pending:
-            self._pending.discard(self)
+            del self._pending[self]
             await self._bus.answer(self.reply_to, message)
 
 
@@ -81,8 +81,9 @@ class Actor:
         self.is_draining = False
         self._mailbox: deque[tuple[Handler, Envelope]] = deque()
         self._wake = asyncio.Event()
-        self._pending: set[Envelope] = set()
-        self._tasks: set[asyncio.Task[Any]] = set()
+        # Dicts, not sets: their order is the same in every run.
+        self._pending: dict[Envelope, None] = {}
+        self._tasks: dict[asyncio.Task[Any], None] = {}
         self._unsubscribes: list[Callable[[], Any]] = []
         self._crash: BaseException | None = None
         self._report_seq = 0
@@ -173,7 +174,7 @@ class Actor:
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run a coroutine that this actor owns."""
         task = asyncio.create_task(work, name=f"{self.role}/{self.id}")
-        self._tasks.add(task)
+        self._tasks[task] = None
         task.add_done_callback(self._on_task_done)
         return task
 
@@ -233,7 +234,7 @@ class Actor:
                 return  # the asker has given up already
         envelope = Envelope(message, delivery, self.bus, self._pending)
         if is_ask and delivery.reply:
-            self._pending.add(envelope)
+            self._pending[envelope] = None
         self._mailbox.append((handler, envelope))
         self._wake.set()
 
@@ -264,7 +265,7 @@ class Actor:
         await self.report_load()
 
     def _on_task_done(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
+        self._tasks.pop(task, None)
         if not task.cancelled():
             error = task.exception()
         elif task.cancelling() == 0:
