@@ -2,11 +2,96 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from opentelemetry import trace
+from opentelemetry.trace import SpanKind
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from actors.gateway.asgi import (
+    BodyTooLarge,
+    Message,
+    Receive,
+    Send,
+    Server,
+    client_gone,
+    listener,
+    read_body,
+    send_reply,
+)
+from actors.gateway.http import (
+    DONE,
+    HEALTH_PATH,
+    MODELS_PATH,
+    POSTS,
+    Reply,
+    Request,
+    frame,
+    health,
+    ignored_header,
+    keep_alive,
+    models_body,
+    not_found,
+)
 from actors.gateway.keys import Keys
-from bus.actor import Actor
+from actors.rules.errors import error_event
+from bus.actor import Actor, Envelope, Handler
 from bus.bulk import Bulk
-from bus.bus import Bus
+from bus.bus import Bus, BusError, fail
+from bus.stream import InStream, StreamReader
+from bus.subjects import (
+    CALL,
+    EXITED,
+    HEADROOM_BYTES,
+    MAX_PUBLIC_BYTES,
+    PROBE,
+    RECIPE_CANCEL,
+    STREAM,
+    Address,
+    Subject,
+)
+from schemas.api import Answer, Call, Called, Probe, Protocol, StreamBatch
+from schemas.failure import Code
+from schemas.liveness import ProcessExited
 from schemas.message import Role
+from schemas.request import Cancel, CancelReason, Taken
+
+log = logging.getLogger("shoal.gateway")
+tracer = trace.get_tracer("shoal")
+_propagator = TraceContextTextMapPropagator()
+
+MAX_BODY_BYTES = MAX_PUBLIC_BYTES - 2 * HEADROOM_BYTES
+CALL_TIMEOUT_S = 30.0
+ASK_TIMEOUT_S = 5.0
+STALL_S = 30.0
+"""A stream whose recipe neither sends nor answers a probe for so long is given up."""
+
+WATCH_S = 5.0
+KEEP_ALIVE_S = 10.0
+KEEP_ALIVE = b""
+"""An item the gateway puts into a silent stream itself: real ones are never empty."""
+
+MAX_STRIKES = 2
+"""A recipe's answer may overtake its last items once; twice, and they are lost."""
+
+
+@dataclass(slots=True, eq=False)
+class _Exchange:
+    """One request being served."""
+
+    request: Request
+    protocol: Protocol
+    stream: InStream
+    recipe: str = ""
+    num_seen: int = 0
+    quiet_since_s: float = 0.0
+    num_strikes: int = 0
+    is_over: bool = False
 
 
 class Gateway(Actor):
@@ -20,5 +105,226 @@ class Gateway(Actor):
     def __init__(self, id: str, bus: Bus, bulk: Bulk, *, port: int = 8000, keys: Keys | None = None) -> None:
         super().__init__(id, bus)
         self.port = port
-        self._bulk = bulk
         self._keys = keys or Keys()
+        self._reader = StreamReader(bulk)
+        self._exchanges: dict[int, _Exchange] = {}
+        self._stream_ids = itertools.count(1)
+        self._server: Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    def handlers(self) -> Mapping[Subject[Any, Any], Handler]:
+        return {STREAM: self._on_stream}
+
+    def events(self) -> Mapping[Address[Any, Any], Handler]:
+        return {EXITED.all(): self._on_exited}
+
+    async def on_start(self) -> None:
+        sock = listener("0.0.0.0" if self._keys else "127.0.0.1", self.port)
+        self.port = sock.getsockname()[1]
+        is_listening = asyncio.Event()
+        self._server = Server(self._serve_http, is_listening.set)
+        self._serving = asyncio.create_task(self._server.serve([sock]), name=f"http/{self.id}")
+        self._serving.add_done_callback(self._on_server_done)
+        await is_listening.wait()
+        self.spawn(self._watch())
+
+    async def on_stop(self) -> None:
+        for exchange in list(self._exchanges.values()):
+            exchange.stream.fail(fail(Code.SHUTTING_DOWN, "the gateway is stopping"))
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = True
+            await self._serving
+        if self._tasks:
+            await asyncio.wait(list(self._tasks), timeout=1.0)  # the cancels of what was just cut off
+
+    def _on_server_done(self, task: asyncio.Task[None]) -> None:
+        if not self._is_stopped:
+            self._on_task_done(task)
+
+    # HTTP
+
+    async def _serve_http(self, scope: Message, receive: Receive, send: Send) -> None:
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        request_id = f"{self.bus.seams.random.getrandbits(128):032x}"
+        request = Request(scope["method"], scope["path"], headers, request_id)
+        if request.path == HEALTH_PATH and request.method == "GET":
+            await send_reply(send, request.reply(*health(self.is_draining)))
+            return
+        attributes = {"http.request.method": request.method, "shoal.request.label": request.label}
+        with tracer.start_as_current_span(
+            "gateway", context=_propagator.extract(headers), kind=SpanKind.SERVER, attributes=attributes
+        ) as span:
+            try:
+                reply = await self._route(request, receive, send)
+            except BusError as error:
+                reply = request.refusal(error.failure)
+            if reply is not None:
+                await send_reply(send, reply)
+            span.set_attribute("url.path", request.path if request.path in POSTS else MODELS_PATH)
+            span.set_attribute("http.response.status_code", reply.status if reply else 200)
+
+    async def _route(self, request: Request, receive: Receive, send: Send) -> Reply | None:
+        """The reply; None if it was streamed. Raises BusError."""
+        tenant = self._keys.tenant(request.headers)
+        if tenant is None:
+            raise fail(Code.UNAUTHORIZED, "unknown or missing API key; send it as Bearer token or x-api-key")
+        if self.is_draining:
+            raise fail(Code.SHUTTING_DOWN, f"gateway {self.id} takes no new requests")
+        is_models = request.path == MODELS_PATH or request.path.startswith(MODELS_PATH + "/")
+        if request.method == "GET" and is_models:
+            return await self._call_once(request, Protocol.MODELS, tenant, models_body(request.path))
+        protocol = POSTS.get(request.path)
+        if request.method != "POST" or protocol is None:
+            return not_found(request)
+        try:
+            body = await read_body(receive, MAX_BODY_BYTES)
+        except BodyTooLarge as error:
+            raise fail(Code.TOO_LARGE, str(error)) from None
+        if body is None:
+            return None  # the client has gone
+        if protocol is Protocol.COUNT_TOKENS:
+            return await self._call_once(request, protocol, tenant, body)
+        return await self._exchange(request, protocol, tenant, body, receive, send)
+
+    async def _call(self, request: Request, protocol: Protocol, tenant: str, body: bytes, stream_id: int) -> Any:
+        call = Call(
+            stream_id=stream_id,
+            gateway=self.id,
+            protocol=protocol,
+            body=body,
+            tenant=tenant,
+            request_id=request.request_id,
+        )
+        return await self.bus.ask(CALL.any(), call, timeout_s=CALL_TIMEOUT_S)
+
+    async def _call_once(self, request: Request, protocol: Protocol, tenant: str, body: bytes) -> Reply:
+        answer = await self._call(request, protocol, tenant, body, 0)
+        return request.reply(answer.status, answer.body, retry_after_s=answer.retry_after_s)
+
+    async def _exchange(
+        self, request: Request, protocol: Protocol, tenant: str, body: bytes, receive: Receive, send: Send
+    ) -> Reply | None:
+        """One request with its stream. However it ends early, the recipe hears of it."""
+        stream = self._reader.open(next(self._stream_ids), stall_s=STALL_S)
+        exchange = _Exchange(request, protocol, stream, quiet_since_s=self._now_s())
+        self._exchanges[stream.stream_id] = exchange
+        gone = asyncio.create_task(client_gone(receive), name=f"client/{request.request_id}")
+        gone.add_done_callback(lambda _: stream.fail(fail(Code.CANCELLED, "the client has gone")))
+        try:
+            answer: Called | Answer = await self._call(request, protocol, tenant, body, stream.stream_id)
+            if isinstance(answer, Answer):
+                exchange.is_over = True
+                return request.reply(answer.status, answer.body, retry_after_s=answer.retry_after_s)
+            exchange.recipe = answer.recipe
+            if answer.is_stream:
+                return await self._stream(exchange, answer, send)
+            return await self._collect(exchange, answer)
+        finally:
+            gone.cancel()
+            stream.close()
+            del self._exchanges[stream.stream_id]
+            if not exchange.is_over and exchange.recipe:
+                self._cancel(exchange)
+
+    async def _stream(self, exchange: _Exchange, called: Called, send: Send) -> Reply | None:
+        """Send events as they come. A request that fails before its first event gets a proper status instead."""
+        request, protocol = exchange.request, exchange.protocol
+        is_started, num_sent = False, 0
+        try:
+            async for items in exchange.stream:
+                status, exchange.is_over = items[-1].status, items[-1].is_last
+                bodies = [item.body for item in items if item.body]
+                if not is_started:
+                    if status != 200 and len(bodies) == 1:
+                        return request.reply(status, bodies[0])
+                    headers = request.stream_headers(called.ignored)
+                    await send({"type": "http.response.start", "status": 200, "headers": headers})
+                    is_started = True
+                num_sent += len(bodies)
+                block = frame(protocol, bodies) if bodies else keep_alive(protocol)
+                if exchange.is_over and status == 200 and protocol is Protocol.CHAT_COMPLETIONS:
+                    block += DONE
+                await send({"type": "http.response.body", "body": block, "more_body": not exchange.is_over})
+        except BusError as error:
+            if not is_started:
+                raise
+            last = error_event(protocol, error.failure, request.label, num_sent)
+            await send({"type": "http.response.body", "body": frame(protocol, [last]), "more_body": False})
+        return None
+
+    async def _collect(self, exchange: _Exchange, called: Called) -> Reply:
+        """Wait for the one body."""
+        async for items in exchange.stream:
+            last = items[-1]
+            if last.is_last:
+                exchange.is_over = True
+                reply = exchange.request.reply(last.status, last.body)
+                reply.headers.extend(ignored_header(called.ignored))
+                return reply
+        raise fail(Code.INTERNAL, "the stream ended without its last item")
+
+    # The recipe's side
+
+    async def _on_stream(self, batch: StreamBatch, envelope: Envelope) -> Taken:
+        self._reader.feed(batch)
+        return Taken()
+
+    def _cancel(self, exchange: _Exchange) -> None:
+        cancel = Cancel(request_id=exchange.request.request_id, reason=CancelReason.CLIENT_GONE)
+        self.spawn(self._cancel_at(exchange.recipe, cancel))
+
+    async def _cancel_at(self, recipe: str, cancel: Cancel) -> None:
+        try:
+            await self.bus.ask(RECIPE_CANCEL.at(recipe), cancel, timeout_s=ASK_TIMEOUT_S)
+        except BusError as error:
+            log.warning("cancel of %s at recipe %s: %s", cancel.request_id, recipe, error)
+
+    async def _on_exited(self, exited: ProcessExited, envelope: Envelope) -> None:
+        for member in exited.members:
+            role, _, id = member.partition("/")
+            if role == Role.RECIPE:
+                self._lose(id)
+
+    def _lose(self, recipe: str) -> None:
+        for exchange in list(self._exchanges.values()):
+            if exchange.recipe == recipe:
+                exchange.stream.fail(fail(Code.WORKER_LOST, "the process that held the request ended"))
+
+    async def _watch(self) -> None:
+        """Keep silent streams alive, and ask after them."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            now_s = self._now_s()
+            silent: dict[str, list[_Exchange]] = {}
+            for exchange in self._exchanges.values():
+                if exchange.num_seen != exchange.stream.next_seq:
+                    exchange.num_seen, exchange.quiet_since_s = exchange.stream.next_seq, now_s
+                    continue
+                if exchange.recipe:
+                    silent.setdefault(exchange.recipe, []).append(exchange)
+                if exchange.recipe and now_s - exchange.quiet_since_s >= KEEP_ALIVE_S:
+                    exchange.quiet_since_s = now_s
+                    exchange.stream.put(KEEP_ALIVE, False, 200)
+            for recipe, exchanges in silent.items():
+                self.spawn(self._probe(recipe, exchanges))
+
+    async def _probe(self, recipe: str, exchanges: list[_Exchange]) -> None:
+        """Ask a recipe how far these streams are: items may be lost, or the recipe may have forgotten them."""
+        probe = Probe(gateway=self.id, stream_ids=[exchange.stream.stream_id for exchange in exchanges])
+        try:
+            probed = await self.bus.ask(PROBE.at(recipe), probe, timeout_s=ASK_TIMEOUT_S)
+        except BusError as error:
+            if error.code is Code.NO_RESPONDERS:
+                self._lose(recipe)
+            return
+        for exchange, next_seq in zip(exchanges, probed.next_seqs, strict=True):
+            if next_seq == exchange.stream.next_seq:
+                exchange.num_strikes = 0
+                exchange.stream.touched = self._now_s()
+                continue
+            exchange.num_strikes += 1
+            if exchange.num_strikes >= MAX_STRIKES:
+                exchange.stream.fail(fail(Code.WORKER_LOST, "the recipe does not know this request any more"))
+
+    def _now_s(self) -> float:
+        return asyncio.get_running_loop().time()

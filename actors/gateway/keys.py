@@ -44,9 +44,10 @@ class Keys:
         if not self.tenants:
             return PUBLIC
         scheme, _, token = headers.get("authorization", "").partition(" ")
-        given = (token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")).encode()
+        bearer = token.strip() if scheme.lower() == "bearer" else ""
         found = None
-        for key, tenant in self.tenants:
-            if hmac.compare_digest(key, given):
-                found = tenant
+        for given in (headers.get("x-api-key", "").encode(), bearer.encode()):
+            for key, tenant in self.tenants:
+                if hmac.compare_digest(key, given):
+                    found = tenant
         return found

@@ -1,0 +1,92 @@
+"""The HTTP server that the gateway lives behind, and the few words of ASGI it speaks with it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+
+from actors.gateway.http import Reply
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+ABSURD_FACTOR = 8
+"""A body over the limit is still read up to so many times the limit: a client that is writing hears no answer."""
+
+
+class BodyTooLarge(ValueError):
+    """The request body is over the limit."""
+
+
+class Server(uvicorn.Server):
+    """Serves `app` on one listener. Leaves signals to the process it lives in; calls `on_listening` when ready."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]], on_listening: Callable[[], None]) -> None:
+        config = uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=1,
+        )
+        super().__init__(config)
+        self._on_listening = on_listening
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture none."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say so."""
+        await super().startup(sockets)
+        self._on_listening()
+
+
+def listener(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 takes any free one."""
+    server = socket.create_server((host, port), backlog=2048)
+    server.setblocking(False)
+    return server
+
+
+async def read_body(receive: Receive, limit_bytes: int) -> bytes | None:
+    """The whole body; None if the client went away before its end. Raises BodyTooLarge."""
+    parts: list[bytes] = []
+    size_bytes = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        part = message.get("body", b"")
+        size_bytes += len(part)
+        if size_bytes <= limit_bytes:
+            parts.append(part)
+        if not message.get("more_body") or size_bytes > ABSURD_FACTOR * limit_bytes:
+            break
+    if size_bytes > limit_bytes:
+        raise BodyTooLarge(f"the body has more than {limit_bytes} bytes")
+    return b"".join(parts)
+
+
+async def client_gone(receive: Receive) -> None:
+    """Return when the client has gone, or has its whole response."""
+    while (await receive())["type"] != "http.disconnect":
+        continue
+
+
+async def send_reply(send: Send, reply: Reply) -> None:
+    """Send a whole response."""
+    headers = [*reply.headers, (b"content-length", b"%d" % len(reply.body))]
+    await send({"type": "http.response.start", "status": reply.status, "headers": headers})
+    await send({"type": "http.response.body", "body": reply.body})
