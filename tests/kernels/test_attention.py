@@ -1,0 +1,36 @@
+import pytest
+import torch
+
+from kernels.ops.attention import KeySet, attend
+from kernels.ops.rounding import Rounding, keep, to_bf16
+from tests.kernels.conftest import golden
+
+
+def gathered() -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
+    data = golden("units/sparse_attn")
+    index = data["idx"].long()
+    bias = torch.zeros(index.shape).masked_fill(index < 0, -torch.inf)
+    return data, data["kv"].float()[index.clamp(min=0)], bias
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize(("name", "rounding", "atol"), [("o_fp32", keep, 1e-5), ("o", to_bf16, 2**-6)])
+@pytest.mark.parametrize("cut", [140, 64, 1])
+def test_sparse_attention(name: str, rounding: Rounding, atol: float, cut: int) -> None:
+    data, keys, bias = gathered()
+    sets = [KeySet(keys[:, :cut], bias[:, :cut]), KeySet(keys[:, cut:], bias[:, cut:])]
+    got = attend(data["q"].float(), sets[: 2 if cut < 140 else 1], data["sink"], 64**-0.5, rounding)
+    torch.testing.assert_close(got, data[name].float(), rtol=0, atol=atol)
+
+
+def test_a_query_without_keys_gives_zeros() -> None:
+    data, keys, bias = gathered()
+    got = attend(data["q"].float(), [KeySet(keys, torch.full_like(bias, -torch.inf))], data["sink"], 0.125, keep)
+    assert torch.equal(got, torch.zeros_like(got))
+
+
+def test_an_empty_key_set_changes_no_bit() -> None:
+    data, keys, bias = gathered()
+    full = [KeySet(keys, bias), KeySet(keys[:, :64], torch.full_like(bias[:, :64], -torch.inf))]
+    q, sink = data["q"].float(), data["sink"]
+    assert torch.equal(attend(q, full, sink, 0.125, keep), attend(q, full[:1], sink, 0.125, keep))

@@ -1,0 +1,38 @@
+import pytest
+import torch
+
+from kernels.ops import index
+from tests.kernels.conftest import golden
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize(("block", "count"), [(4, 5), (8, 3)])
+def test_candidate_blocks(block: int, count: int) -> None:
+    data = golden("units/candidates")
+    values = index.hide(data["scores"].clone(), data["visible"])
+    mask = index.candidate_mask(values, data["visible"], block, count)
+    assert torch.equal(mask, data[f"mask_block{block}_top{count}"].bool())
+
+
+def test_picks_ascend_ties_go_to_the_lower_row_and_invisible_ones_are_dropped() -> None:
+    values = torch.tensor([[1.0, 3.0, 0.0, -0.0, 3.0, 0.0, -2.0, 9.0]])
+    visible = torch.tensor([7])
+    index.hide(values, visible)
+    assert index.top_rows(values, visible, 2).tolist() == [[1, 4]]
+    assert index.top_rows(values, visible, 4).tolist() == [[0, 1, 2, 4]]
+    assert index.top_rows(values, visible, 5).tolist() == [[0, 1, 2, 3, 4]]
+    assert index.top_rows(values, visible, 10).tolist() == [[0, 1, 2, 3, 4, 5, 6, -1, -1, -1]]
+
+
+def test_wider_scores_pick_the_same() -> None:
+    values = torch.randint(0, 4, (20, 100), generator=torch.Generator().manual_seed(0)).float()
+    visible = torch.arange(20) * 5
+    wide = torch.cat((values, torch.zeros(20, 156)), 1)
+    narrow = index.top_rows(index.hide(values, visible), visible, 16)
+    assert torch.equal(index.top_rows(index.hide(wide, visible), visible, 16), narrow)
+
+
+def test_all_rows_is_what_top_rows_gives_below_the_limit() -> None:
+    visible = torch.tensor([0, 1, 5, 16])
+    values = index.hide(torch.randn(4, 128), visible)
+    assert torch.equal(index.all_rows(visible, 16), index.top_rows(values, visible, 16))

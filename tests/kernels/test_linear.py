@@ -1,0 +1,48 @@
+import pytest
+import torch
+
+from kernels.ops import linear as module
+from kernels.ops.linear import TALL, grouped_linear, linear
+
+SHAPES = [(24, 768), (352, 192), (8, 64), (256, 1536)]
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_row_does_not_depend_on_its_company(n: int, k: int, num_threads: int) -> None:
+    generator = torch.Generator().manual_seed(n)
+    weight = torch.randn(n, k, generator=generator)
+    x = torch.randn(3 * TALL + 7, k, generator=generator)
+    alone = torch.cat([linear(row[None], weight) for row in x[:20]])
+    torch.testing.assert_close(alone, x[:20] @ weight.T, rtol=1e-4, atol=1e-3)
+    torch.set_num_threads(num_threads)
+    whole = linear(x, weight)
+    assert torch.equal(whole[:20], alone)
+    order = torch.randperm(len(x), generator=generator)
+    assert torch.equal(linear(x[order], weight), whole[order])
+    for rows in (1, 2, 3, 5, TALL - 1, TALL, TALL + 1, 2 * TALL):
+        assert torch.equal(linear(x[-rows:], weight), whole[-rows:])
+
+
+def test_without_the_probe_the_bits_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = torch.randn(150, 192), torch.randn(64, 192)
+    assert module.tall_rows_agree(64, 192, 1)  # else this machine never takes the quick way, which is correct too
+    want = linear(x, weight)
+    monkeypatch.setattr(module, "tall_rows_agree", lambda n, k, num_threads: False)
+    assert torch.equal(linear(x, weight), want)
+
+
+def test_the_probe_notices_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reversed_when_tall(x: torch.Tensor, weight: torch.Tensor, tile: int) -> torch.Tensor:
+        flipped = (x.flip(1), weight.flip(1)) if tile == TALL else (x, weight)
+        return real(flipped[0].contiguous(), flipped[1].contiguous(), tile)
+
+    real = module._tiles
+    monkeypatch.setattr(module, "_tiles", reversed_when_tall)
+    assert not module.tall_rows_agree.__wrapped__(64, 192, 1)
+
+
+def test_groups_are_separate_products() -> None:
+    x, weight = torch.randn(5, 2, 64), torch.randn(2, 32, 64)
+    want = torch.cat((linear(x[:, 0].contiguous(), weight[0]), linear(x[:, 1].contiguous(), weight[1])), 1)
+    assert torch.equal(grouped_linear(x, weight), want)

@@ -1,0 +1,44 @@
+import pytest
+import torch
+
+from kernels.model import Model
+from kernels.ops.mix import MixWeights, coefficients, collapse, expand, mix, sinkhorn
+from kernels.ops.rounding import rms_norm, to_bf16
+from tests.kernels.conftest import golden
+
+
+@pytest.mark.oracle
+def test_coefficients_and_norm() -> None:
+    data = golden("units/mhc_rmsnorm")
+    weights = MixWeights(torch.empty(0), data["base"], data["scale"].repeat_interleave(torch.tensor([4, 4, 16])))
+    got = coefficients(data["mixes"], weights, 1e-6, 20)
+    for name in ("pre", "post", "comb"):
+        torch.testing.assert_close(getattr(got, name), data[name], rtol=0, atol=2e-6)
+    normed = rms_norm(data["rms.x"].float(), data["rms.w"].float(), 1e-20, to_bf16)
+    assert torch.equal(normed, data["rms.y"].float())
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("layer", [0, 9])
+def test_mix_collapse_and_expand_of_a_layer(mini: Model, layer: int) -> None:
+    data = {k.removeprefix(f"layers.{layer}."): v for k, v in golden("mini/moe_mhc").items()}
+    block, config = mini.blocks[layer], mini.config
+    streams = data["hc_x"].float()
+    parts = {}
+    for part, weights in (("attn", block.attn_mix), ("ffn", block.ffn_mix)):
+        parts[part] = mix(streams, weights, config.hc_eps, config.rms_norm_eps, config.hc_sinkhorn_iters)
+        for name in ("pre", "post", "comb"):
+            torch.testing.assert_close(getattr(parts[part], name), data[f"hc_{part}.{name}"], rtol=0, atol=1e-5)
+    collapsed = collapse(streams, parts["attn"].pre, to_bf16)
+    torch.testing.assert_close(collapsed, data["hc_collapsed_with_attn_pre"].float(), rtol=2**-7, atol=1e-5)
+    expanded = expand(data["hc_y"].float(), streams, parts["ffn"], to_bf16)
+    torch.testing.assert_close(expanded, data["hc_expanded_ffn"].float(), rtol=2**-7, atol=1e-5)
+
+
+@pytest.mark.parametrize("num", [2, 3, 4])
+def test_sinkhorn_balances_rows_and_columns_for_any_number_of_streams(num: int) -> None:
+    logits = torch.randn(5, num, num, generator=torch.Generator().manual_seed(num))
+    comb = sinkhorn(logits, 1e-6, 40)
+    torch.testing.assert_close(comb.sum(1), torch.ones(5, num), rtol=0, atol=1e-4)
+    torch.testing.assert_close(comb.sum(2), torch.ones(5, num), rtol=0, atol=1e-3)
+    assert torch.equal(torch.cat([sinkhorn(row[None], 1e-6, 40) for row in logits]), comb)
