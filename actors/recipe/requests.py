@@ -65,10 +65,12 @@ class OpenRequest:
     is_cancelled: bool = False
     is_closed: bool = False
     first_token_s: float = 0.0
+    created_s: int = 0
 
     def begin(self, converter: Converter, prepared: Prepared, created_s: int) -> None:
         """The request is understood."""
         self.session = Session(converter, prepared, self.id, created_s)
+        self.created_s = created_s
         self.model = prepared.model
         self.num_prompt_tokens = prepared.num_prompt_tokens
         if isinstance(self.door, InboxDoor):
@@ -120,7 +122,7 @@ class OpenRequest:
                 items = session.push(new)
                 if session.is_stopped:
                     reason = CancelReason.STOP_SEQUENCE if end is None else None
-                    return Outcome(items + session.finish(FinishReason.STOP), True, reason="stop", must_cancel=reason)
+                    return Outcome(items + session.finish(FinishReason.STOP, self._unix_s()), True, reason="stop", must_cancel=reason)
             if end is None:
                 return Outcome(items)
             return self._end(items, session, end)
@@ -132,7 +134,7 @@ class OpenRequest:
             return self.fail(end.failure, items)
         if isinstance(end, Cancelled):
             return self.fail(Failure(code=Code.CANCELLED, message="the request was cancelled"), items)
-        return Outcome(items + session.finish(end.reason), True, reason=end.reason.value)
+        return Outcome(items + session.finish(end.reason, self._unix_s()), True, reason=end.reason.value)
 
     def fail(
         self, failure: Failure, items: list[bytes] | None = None, *, must_cancel: CancelReason | None = None
@@ -149,6 +151,10 @@ class OpenRequest:
         """The word to a gateway that items will follow."""
         is_stream = self.session is not None and self.session.is_stream
         return Called(recipe=recipe, request_id=self.id, is_stream=is_stream, ignored=ignored)
+
+    def _unix_s(self) -> int:
+        """Unix time of the last event: `created_s` is that of the first."""
+        return self.created_s + int(self.last_event_s - self.started_s)
 
     @property
     def is_behind(self) -> bool:

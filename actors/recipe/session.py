@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 from typing import Protocol as Interface
 
@@ -18,6 +19,9 @@ from schemas.request import FinishReason
 
 class _Event(Interface):
     def to_json(self) -> str: ...
+
+
+_TIMES = re.compile(rb'"(created_at|completed_at)":\d+')
 
 
 class Session:
@@ -47,6 +51,9 @@ class Session:
             body = RESPONSES[prepared.protocol]
             self._body = body(id, prepared.model, created_s, prepared.num_prompt_tokens, 0)
         self._is_ready = False
+        self._created_s = created_s
+        # The library stamps events with the system's clock. Ours can be another: unix seconds, ten digits until 2286.
+        self._head = b'{"id":"%b","object":"chat.completion.chunk","created":%010d' % (id.encode(), created_s)
 
     @property
     def has_started(self) -> bool:
@@ -72,14 +79,18 @@ class Session:
             raise Refusal(Code.INTERNAL, f"the output could not be decoded: {error}") from error
         return self._take(events)
 
-    def finish(self, reason: FinishReason) -> list[bytes]:
-        """The last events of a stream, or the whole body."""
+    def finish(self, reason: FinishReason, completed_s: int) -> list[bytes]:
+        """The last events of a stream, or the whole body. `completed_s` is unix time."""
         events: list[_Event] = [] if self._is_ready else self._ready()
         if not self._processor.finished:
             events += self._processor.push(library.InferenceChunk.finish(REASONS[reason]))
         events += self._processor.finish()
         items = self._take(events)
-        return items if self._body is None else [self._body.to_json().encode()]
+        if self._body is not None:
+            items = [self._body.to_json().encode()]
+        if self._protocol is Protocol.RESPONSES:
+            items[-1] = self._stamped(items[-1], completed_s)
+        return items
 
     def fail(self, failure: Failure) -> bytes:
         """The one item that ends a request that failed: a body if nothing was given out before, else an event."""
@@ -92,10 +103,23 @@ class Session:
         usage = library.PromptUsage(prompt_tokens=self._num_prompt_tokens)
         return list(self._processor.push(library.InferenceChunk.ready(prompt_usage=usage)))
 
+    def _stamped(self, item: bytes, completed_s: int | None = None) -> bytes:
+        """A response object with our times: they are its first fields of these names."""
+        times = {b"created_at": self._created_s, b"completed_at": completed_s}
+        num_times = 1 if completed_s is None else 2
+        return _TIMES.sub(lambda match: b'"%b":%d' % (match[1], times[match[1]]), item, count=num_times)
+
     def _take(self, events: list[_Event]) -> list[bytes]:
         if self._body is not None:
             for event in events:
                 self._body.accumulate(event)
             return []
+        is_first = self._num_events == 0
         self._num_events += len(events)
-        return [event.to_json().encode() for event in events]
+        items = [event.to_json().encode() for event in events]
+        if self._protocol is Protocol.CHAT_COMPLETIONS:
+            head, length = self._head, len(self._head)
+            return [head + item[length:] for item in items]
+        if self._protocol is Protocol.RESPONSES and is_first:
+            items[:2] = [self._stamped(item) for item in items[:2]]  # response.created and .in_progress
+        return items
