@@ -17,6 +17,7 @@ pytestmark = pytest.mark.stack
 
 MODEL = "shoal-tiny"
 HELLO = [{"role": "user", "content": "Say something."}]
+GREEDY = {"temperature": 0}  # not a parameter of the Anthropic SDK any more, still one of the protocol
 
 
 @pytest.fixture
@@ -115,8 +116,8 @@ class TestOpenAI:
 
 class TestAnthropic:
     def test_stream_and_whole_agree(self, claude: anthropic.Anthropic) -> None:
-        whole = claude.messages.create(model=MODEL, messages=HELLO, max_tokens=20, temperature=0)
-        with claude.messages.stream(model=MODEL, messages=HELLO, max_tokens=20, temperature=0) as stream:
+        whole = claude.messages.create(model=MODEL, messages=HELLO, max_tokens=20, extra_body=GREEDY)
+        with claude.messages.stream(model=MODEL, messages=HELLO, max_tokens=20, extra_body=GREEDY) as stream:
             text = "".join(stream.text_stream)
             final = stream.get_final_message()
         assert text and text == "".join(block.text for block in whole.content if block.type == "text")
