@@ -40,7 +40,7 @@ class ServerConfig:
     """Where the server listens and whom it lets in. `path` is the configuration file, readable by its owner only.
 
     One account: internal users may do everything; a client user publishes `shoal.api.>` and `$SRV.>`, and listens only
-    under its own inbox prefix, which no other client knows.
+    under its own inbox prefix, which no other client knows. (It may publish there too: how a wire flushes.)
     """
 
     path: Path
@@ -82,7 +82,7 @@ class ServerConfig:
         users = [f'    {{user: "{self.internal.user}", password: "{self.internal.password}"}}']
         users += [
             f'    {{user: "{client.user}", password: "{client.password}", permissions: {{\n'
-            f'      publish: {{allow: ["{API_PREFIX}>", "$SRV.>"]}}, '
+            f'      publish: {{allow: ["{API_PREFIX}>", "$SRV.>", "{client.inbox_prefix}.>"]}}, '
             f'subscribe: {{allow: ["{client.inbox_prefix}.>"]}}}}}}'
             for client in self.clients
         ]
@@ -179,9 +179,15 @@ class EmbeddedServer:
                 process_group=0,
                 preexec_fn=die_with_parent(),
             )
+        waiting = asyncio.ensure_future(wait_ready(self.config))
         try:
-            await wait_ready(self.config)
+            while not (await asyncio.wait({waiting}, timeout=0.05))[0]:
+                if self._process.poll() is not None:
+                    why = f"nats-server ended with {self._process.returncode}; see {log.name}"
+                    raise fail(Code.NO_RESPONDERS, why)
+            waiting.result()
         except BaseException:
+            waiting.cancel()
             await self.stop()
             raise
 
