@@ -23,7 +23,7 @@ NUM_MISSED = 4
 
 
 class Watch:
-    """A child of the root. Processes tell it through `watch` and `exited`; it calls `kill` with the name of a stuck one.
+    """A child of the root. Processes tell it through `watch` and `exited`; it calls `kill` with a stuck one's name.
 
     What happens while it is not connected is not lost: exits are told once it is.
     """
