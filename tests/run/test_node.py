@@ -18,7 +18,7 @@ from bus.actor import Actor, Handler
 from bus.bulk import Bulk
 from bus.bus import Bus, BusError, Delivery
 from bus.server import ServerConfig
-from bus.subjects import RELEASE_DECODE, Subject, ping
+from bus.subjects import Subject, ping
 from run.cluster import Member, ProcessSpec
 from run.health import collect_loads, find_silent, on_bus
 from run.node import Node
@@ -33,7 +33,8 @@ pytestmark = pytest.mark.nats
 
 MEMBERS = (Member(Role.PREFILL, "p0"), Member(Role.DECODE, "d0"))
 SPEC = ProcessSpec("pair", MEMBERS, num_threads=1)
-CRASH = RELEASE_DECODE.at("d0")
+RELEASE: Subject[Release, None] = Subject(Role.DECODE, "release", Release)
+CRASH = RELEASE.at("d0")
 
 
 class Fragile(Actor):
@@ -46,7 +47,7 @@ class Fragile(Actor):
         self.role = role  # type: ignore[misc]
 
     def handlers(self) -> Mapping[Subject[Any, Any], Handler]:
-        return {RELEASE_DECODE: self._on_release}
+        return {RELEASE: self._on_release}
 
     async def _on_release(self, message: Release, envelope: object) -> None:
         if message.reservation == 13:
@@ -71,7 +72,7 @@ async def running(
     waiting = asyncio.create_task(is_ready.wait())
     await asyncio.wait((task, waiting), return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()
-    async with on_bus(url, name="test") as bus:
+    async with asyncio.timeout(30), on_bus(url, name="test") as bus:
         try:
             yield bus, task
         finally:
