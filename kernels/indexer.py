@@ -63,12 +63,16 @@ class Indexer:
     ) -> torch.Tensor:
         """Scores of whole key tiles, as many as hold the `most` visible rows: [rows, tiles * KEY_TILE]."""
         cache = step.pool.index_k[self.kv_owner]
-        tiles = []
-        for start in range(0, max(most, 1), index.KEY_TILE):
+        tiles = range(0, max(most, 1), index.KEY_TILE)
+        values = torch.full((len(q), len(tiles) * index.KEY_TILE), -torch.inf)
+        for start in tiles:
             keys = cache[group.slots, start : start + index.KEY_TILE].to(q.dtype)
             each = keys.unsqueeze(1).expand(-1, group.length, -1, -1).reshape(len(q), *keys.shape[1:])
-            tiles.append(index.scores(q, weights, each, self.round))
-        return tiles[0] if len(tiles) == 1 else torch.cat(tiles, 1)
+            # In one segment the first rows of a chunk do not reach the later tiles.
+            skip = max(0, start * self.role.ratio - group.start_position) if group.num_segments == 1 else 0
+            columns = slice(start, start + index.KEY_TILE)
+            values[skip:, columns] = index.scores(q[skip:], weights[skip:], each[skip:], self.round)
+        return values
 
     def _apply_candidates(self, values: torch.Tensor, visible: torch.Tensor, number: int, step: Step) -> None:
         c = self.config

@@ -40,8 +40,8 @@ class Group(NamedTuple):
     """Consecutive segments of equal length: batch rows `start` to `end`, as [num_segments, length].
 
     `slots` [num_segments]; `prefix` [num_segments * (window - 1)] flat ring rows before each segment, in position
-    order; `bias` [rows, window] 0 where the window reaches a token, -inf before the first; `end_position` is the
-    greatest position in the group plus one.
+    order; `bias` [rows, window] 0 where the window reaches a token, -inf before the first; `start_position` is the
+    least position in the group, `end_position` the greatest plus one.
     """
 
     start: int
@@ -51,6 +51,7 @@ class Group(NamedTuple):
     slots: torch.Tensor
     prefix: torch.Tensor
     bias: torch.Tensor
+    start_position: int
     end_position: int
 
 
@@ -151,5 +152,6 @@ class Layout:
             torch.from_numpy(slots),
             torch.from_numpy(prefix.reshape(-1)),
             torch.from_numpy(bias),
+            min(segment.start for segment in segments),
             max(segment.end for segment in segments),
         )

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kernels.ops.rounding import Rounding, sigmoid
+from kernels.ops.rounding import Rounding, inverse_rms, sigmoid
 
 
 class HashTables(NamedTuple):
@@ -84,10 +84,8 @@ def add_gated(
     parts = projected.view(-1, num + 1, dim)
     keys, value = parts[:, :num], parts[:, num:]
 
-    def inverse_rms(x: torch.Tensor) -> torch.Tensor:
-        return x.square().mean(-1).add_(1e-20).rsqrt_()
-
     dot = (streams * qk_weight).mul_(keys).sum(-1)
-    dot = dot.mul_(inverse_rms(streams)).mul_(inverse_rms(keys)).mul_(dim**-0.5)
+    scale = inverse_rms(streams, 1e-20).mul_(inverse_rms(keys, 1e-20)).squeeze(2)
+    dot = dot.mul_(scale).mul_(dim**-0.5)
     gate = sigmoid(dot.sign() * dot.abs().clamp_(min=1e-6).sqrt_()).mul_(alive)
     return rounding(streams + gate.unsqueeze(2) * value)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from kernels.ops.linear import linear, padded_rows
-from kernels.ops.rounding import Rounding, silu, softplus
+from kernels.ops.rounding import Rounding, scalar, silu, softplus
 
 _ROUTE_EPS = 1e-20
 
@@ -25,8 +25,8 @@ def route(x: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor, num_picks: in
     picked = (score + bias).sort(stable=True, dim=-1, descending=True).indices[:, :num_picks]
     weights = score.gather(1, picked)
     if num_picks > 1:
-        weights = weights / weights.sum(-1, keepdim=True).add_(_ROUTE_EPS)
-    return Routes(picked, weights * factor)
+        weights = weights / weights.sum(-1, keepdim=True).add_(scalar(_ROUTE_EPS))
+    return Routes(picked, weights * scalar(factor))
 
 
 def activate(h: torch.Tensor, limit: float) -> torch.Tensor:

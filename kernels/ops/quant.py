@@ -7,8 +7,10 @@ import torch
 _FP8_MAX = 448.0
 _FP4_MAX = 6.0
 # Reciprocals in FP32, as published: dividing instead gives other scales for a few inputs.
-_INV_448 = torch.tensor(1 / 448, dtype=torch.float32).item()
-_INV_6 = torch.tensor(1 / 6, dtype=torch.float32).item()
+_INV_448 = torch.tensor(1 / 448)
+_INV_6 = torch.tensor(1 / 6)
+_SIX = torch.tensor(_FP4_MAX)
+_HALF = torch.tensor(0.5)
 
 
 def fp8_qdq(x: torch.Tensor) -> torch.Tensor:
@@ -32,7 +34,7 @@ def fp4_e4m3_qdq(x: torch.Tensor) -> torch.Tensor:
     """E2M1 with an E4M3 scale per 16 values of the last axis: the main compressed KV."""
     groups = x.reshape(*x.shape[:-1], -1, 16)
     amax = groups.abs().amax(-1, keepdim=True).clamp_(min=_FP4_MAX * 2.0**-9)
-    scale = (amax / _FP4_MAX).clamp_(max=_FP8_MAX).to(torch.float8_e4m3fn).to(torch.float32)
+    scale = (amax / _SIX).clamp_(max=_FP8_MAX).to(torch.float8_e4m3fn).to(torch.float32)
     return _round_e2m1(groups / scale).mul_(scale).flatten(-2)
 
 
@@ -51,5 +53,5 @@ def _round_e2m1(x: torch.Tensor) -> torch.Tensor:
     """To the nearest of 0, .5, 1, 1.5, 2, 3, 4, 6 with sign, ties to the even code, saturating; overwrites `x`."""
     x.clamp_(-_FP4_MAX, _FP4_MAX)
     # The spacing is 0.5 below 2, 1 below 4, 2 above; ties to even codes are ties to even multiples of the spacing.
-    step = x.abs().clamp_(min=1.0).view(torch.int32).bitwise_and_(0x7F800000).view(torch.float32).mul_(0.5)
+    step = x.abs().clamp_(min=1.0).view(torch.int32).bitwise_and_(0x7F800000).view(torch.float32).mul_(_HALF)
     return x.div_(step).round_().mul_(step)
