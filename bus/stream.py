@@ -40,11 +40,11 @@ class _Gathered:
 
     __slots__ = (
         "address",
+        "is_gone",
         "items",
         "large",
         "last",
         "num_bytes",
-        "num_open",
         "on_fate",
         "seqs",
         "statuses",
@@ -54,7 +54,7 @@ class _Gathered:
     def __init__(self, address: Address[StreamBatch, Any], on_fate: Callable[[bool], None]) -> None:
         self.address = address
         self.on_fate = on_fate
-        self.num_open = 0
+        self.is_gone = False
         self.clear()
 
     def clear(self) -> None:
@@ -111,12 +111,12 @@ class OutStream:
         self._seq = 0
 
     def put(self, item: bytes, *, is_last: bool = False, status: int = 200) -> None:
-        """Gather one item for the next `flush()`. After the last one the stream is closed; puts to it are dropped.
+        """Gather one item for the next `flush()`. Dropped after the last one, and when the destination is gone.
 
         Raises `BusError(overloaded)` if the item needs a handle and too much is held for pulling already.
         """
         gathered = self._gathered
-        if gathered is None:
+        if gathered is None or gathered.is_gone:
             return
         index = len(gathered.items)
         if len(item) > INLINE_BYTES:
@@ -136,9 +136,7 @@ class OutStream:
 
     def close(self) -> None:
         """Put no more. Idempotent; what was gathered is still sent."""
-        if self._gathered is not None:
-            self._gathered.num_open -= 1
-            self._gathered = None
+        self._gathered = None
 
 
 class StreamWriter:
@@ -158,9 +156,8 @@ class StreamWriter:
         """A new stream to the reader at `address`, which has opened it under `stream_id`."""
         gathered = self._gathered.get(address.name)
         if gathered is None:
-            gathered = _Gathered(address, lambda is_taken: self._on_fate(address.name, is_taken))
+            gathered = _Gathered(address, lambda is_taken: self._heard(address.name, is_taken))
             self._gathered[address.name] = gathered
-        gathered.num_open += 1
         return OutStream(self, gathered, stream_id)
 
     async def flush(self) -> int:
@@ -173,10 +170,14 @@ class StreamWriter:
                 for batch in batches:
                     await self._bus.tell(gathered.address, batch, on_fate=gathered.on_fate)
                     num_sent += 1
-            elif gathered.num_open == 0:
-                del self._gathered[gathered.address.name]
-                self._bus.forget(gathered.address.name, gathered.on_fate)
         return num_sent
+
+    def _heard(self, destination: str, is_taken: bool) -> None:
+        if not is_taken:
+            gone = self._gathered.pop(destination)
+            gone.is_gone = True
+            gone.clear()
+        self._on_fate(destination, is_taken)
 
 
 class InStream:

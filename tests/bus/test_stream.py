@@ -227,8 +227,22 @@ def test_one_flush_is_one_message_per_destination(run_async: Run) -> None:
             await asyncio.sleep(0)
             await asyncio.sleep(0)
             assert fates == [(STREAM.at("g1").name, True)] * 3
-            await writer.flush()
-            assert writer._gathered == {}, "a destination without streams is forgotten"
+
+    run_async(main())
+
+
+def test_receipts_come_even_after_the_last_stream_ended(run_async: Run) -> None:
+    async def main() -> None:
+        async with pair() as (writer, reader, _, fates):
+            for i in range(20):
+                stream = reader.open(i, stall_s=60)
+                writer.open(STREAM.at("g1"), i).put(b"all of it", is_last=True)
+                await writer.flush()
+                await writer.flush()
+                assert len(await read(stream)) == 1
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert len(fates) == 20, "a window that counts receipts would stay shut"
 
     run_async(main())
 
@@ -275,9 +289,10 @@ def test_a_destination_that_is_gone_is_reported_once(run_async: Run) -> None:
             await asyncio.sleep(0)
             await asyncio.sleep(0)
             assert fates == [(STREAM.at("g2").name, False)]
-            out.close()
             out.put(b"b")
-            await writer.flush()
+            assert await writer.flush() == 0
             assert writer._gathered == {}
+            writer.open(STREAM.at("g2"), 2).put(b"c")  # it may come back
+            assert await writer.flush() == 1
 
     run_async(main())
