@@ -1,0 +1,190 @@
+"""The bytes of every message, fixed: what an older process sends must be understood, and the other way round.
+
+`golden.txt` has a line for each of MESSAGES: its type and its bytes. A changed line is a change of the wire. A new field
+needs a default and leaves the line alone; a new message gets a new line.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import schemas
+from schemas.api import Answer, Call, Called, Probe, Probed, Protocol, StreamBatch
+from schemas.bulk import Handle, Payload
+from schemas.failure import FAILURES, Code, Failure
+from schemas.handover import Claim, Claimed, ClaimRefused, Dispatch, Dispatched, HandedOver, HandOver, Refused
+from schemas.liveness import Ping, Pong, ProcessExited
+from schemas.message import Message, Role
+from schemas.request import (
+    Cancel,
+    CancelAcknowledged,
+    Cancelled,
+    CancelReason,
+    Failed,
+    Finished,
+    FinishReason,
+    Limits,
+    Resend,
+    Sampling,
+    Submit,
+    Submitted,
+    Taken,
+    TokensEmitted,
+)
+from schemas.routing import LoadReported, Release, ReportLoad, Route, Routed
+
+HANDLE = Handle(address="tcp://127.0.0.1:5", key="ab" * 16, generation=3, size_bytes=1 << 33, checksum=0xFFFFFFFF)
+SAMPLING = Sampling(temperature=0.5, top_p=0.25, seed=(1 << 63) - 1)
+LIMITS = Limits(max_tokens=300, deadline_ns=1 << 60)
+FAILURE = Failure(code=Code.RATE_LIMITED, message="später", field="model", retry_after_s=1.5)
+
+MESSAGES: list[Message] = [
+    HANDLE,
+    Payload(inline=b"\x00\xff"),
+    Payload(handle=HANDLE),
+    FAILURE,
+    Failure(code=Code.INTERNAL, message=""),
+    SAMPLING,
+    LIMITS,
+    Call(stream_id=7, gateway="g", protocol=Protocol.MESSAGES, body=b"{}"),
+    Call(stream_id=7, gateway="g", protocol=Protocol.CANCEL, body=b"", tenant="t", request_id="r", deadline_ns=1),
+    Called(recipe="c", request_id="r", is_stream=True),
+    Called(recipe="c", request_id="r", is_stream=False, ignored=["user"]),
+    Answer(status=200, body=b"[]"),
+    Answer(status=429, body=b"", failure=FAILURE, retry_after_s=2.0),
+    StreamBatch(stream_ids=[1, 300], seqs=[0, 70000], items=[b"a", b""]),
+    StreamBatch(stream_ids=[1], seqs=[0], items=[b""], last=[0], statuses=[(0, 503)], large=[(0, HANDLE)]),
+    Probe(gateway="g", stream_ids=[1, 2]),
+    Probed(next_seqs=[0, -1]),
+    Submit(
+        request_id="r",
+        recipe="c",
+        tenant="t",
+        prompt=Payload(inline=b"\x01\x00\x00\x00"),
+        num_prompt_tokens=1,
+        sampling=SAMPLING,
+        limits=LIMITS,
+    ),
+    Submitted(shard="e"),
+    Finished(reason=FinishReason.LENGTH),
+    Cancelled(),
+    Failed(failure=FAILURE),
+    TokensEmitted(
+        source="d",
+        request_ids=["r", "s"],
+        epochs=[1, 2],
+        first_indexes=[0, 128],
+        counts=[2, 0],
+        tokens=[5, 129279],
+        ends=[(1, Finished(reason=FinishReason.STOP)), (0, Cancelled()), (0, Failed(failure=FAILURE))],
+    ),
+    Taken(),
+    Resend(request_ids=["r"], first_indexes=[4], epochs=[2]),
+    Cancel(request_id="r"),
+    Cancel(request_id="r", reason=CancelReason.CLIENT_GONE),
+    CancelAcknowledged(request_id="r", was_running=True),
+    Dispatch(
+        request_id="r",
+        entrypoint="e",
+        epoch=1,
+        reservation=2,
+        balancer="b",
+        prompt=Payload(handle=HANDLE),
+        num_prompt_tokens=9,
+        sampling=SAMPLING,
+        limits=LIMITS,
+    ),
+    Dispatched(),
+    Refused(reason="full"),
+    Refused(reason="never", is_final=True),
+    HandOver(
+        request_id="r",
+        entrypoint="e",
+        epoch=1,
+        reservation=2,
+        balancer="b",
+        state=HANDLE,
+        layout="v1",
+        num_tokens=9,
+        sampling=SAMPLING,
+        limits=LIMITS,
+    ),
+    HandedOver(),
+    Claim(request_id="r", from_epoch=1, replica="d"),
+    Claimed(epoch=2),
+    ClaimRefused(reason="late"),
+    Route(request_id="r", num_new=9),
+    Route(request_id="r", num_new=9, num_cached=128, excluded=["p"]),
+    Routed(replica="p", reservation=2, balancer="b"),
+    Release(reservation=2),
+    ReportLoad(),
+    LoadReported(role=Role.DECODE, id="d", incarnation="i", seq=1, pid=2, host="h"),
+    LoadReported(
+        role=Role.PREFILL,
+        id="d",
+        incarnation="i",
+        seq=1,
+        pid=2,
+        host="h",
+        is_accepting=False,
+        num_running=3,
+        num_waiting=4,
+        num_tokens=5,
+        capacity_requests=6,
+        capacity_tokens=7,
+        reservations=[8],
+        detail={"x": 0.5},
+    ),
+    Ping(),
+    Pong(role="decode", id="d", incarnation="i", num_queued=3),
+    ProcessExited(name="n", pid=2, members=["decode/d"]),
+]
+
+GOLDEN = [line.split() for line in Path(__file__).with_name("golden.txt").read_text().splitlines()]
+
+
+def every_message() -> set[type[Message]]:
+    """All message types of the package."""
+    for module in pkgutil.iter_modules(schemas.__path__):
+        importlib.import_module(f"schemas.{module.name}")
+    found, todo = set(), [Message]
+    while todo:
+        kinds = todo.pop().__subclasses__()
+        found.update(kinds)
+        todo += kinds
+    return {kind for kind in found if kind.__module__.startswith("schemas.")}
+
+
+def test_every_message_has_a_line() -> None:
+    missing = every_message() - {type(message) for message in MESSAGES}
+    assert missing == set(), f"add an instance and a line for {sorted(kind.__name__ for kind in missing)}"
+
+
+@pytest.mark.parametrize(
+    ("message", "line"), zip(MESSAGES, GOLDEN, strict=True), ids=lambda value: type(value).__name__
+)
+def test_its_bytes_are_what_they_were(message: Message, line: list[str]) -> None:
+    assert [type(message).__name__, msgspec.msgpack.encode(message).hex()] == line
+    assert msgspec.msgpack.decode(bytes.fromhex(line[1]), type=type(message)) == message
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_a_field_from_a_newer_process_is_ignored(message: Message) -> None:
+    newer = {**msgspec.msgpack.decode(msgspec.msgpack.encode(message)), "from_the_future": [1, {"a": b""}]}
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(newer), type=type(message)) == message
+
+
+def test_tags_are_unique_and_messages_are_frozen() -> None:
+    kinds = every_message()
+    assert len({kind.__struct_config__.tag for kind in kinds}) == len(kinds)
+    assert all(kind.__struct_config__.frozen for kind in kinds)
+
+
+def test_every_failure_code_says_what_it_means() -> None:
+    assert set(FAILURES) == set(Code)
+    assert all(400 <= row.http_status <= 599 and row.what_to_do for row in FAILURES.values())
