@@ -1,7 +1,7 @@
 """The bytes of every message, fixed: what an older process sends must be understood, and the other way round.
 
-`golden.txt` has a line for each of MESSAGES: its type and its bytes. A changed line is a change of the wire. A new field
-needs a default and leaves the line alone; a new message gets a new line.
+`golden.txt` has a line for each of MESSAGES: its type and its bytes. A changed line is a change of the wire. A new
+field needs a default and leaves the line alone; a new message gets a new line.
 """
 
 from __future__ import annotations
