@@ -166,7 +166,7 @@ def test_every_message_has_a_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("message", "line"), zip(MESSAGES, GOLDEN, strict=True), ids=lambda value: type(value).__name__
+    ("message", "line"), list(zip(MESSAGES, GOLDEN, strict=True)), ids=lambda value: type(value).__name__
 )
 def test_its_bytes_are_what_they_were(message: Message, line: list[str]) -> None:
     assert [type(message).__name__, msgspec.msgpack.encode(message).hex()] == line
