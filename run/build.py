@@ -21,7 +21,8 @@ def build(member: Member, bus: Bus, bulk: Bulk, spec: ProcessSpec, settings: Set
             from actors.gateway.actor import Gateway
             from actors.gateway.keys import Keys
 
-            return Gateway(member.id, bus, bulk, port=settings.http_port, keys=Keys.parse(settings.api_keys))
+            keys = Keys.parse(settings.api_keys)
+            return Gateway(member.id, bus, bulk, port=settings.http_port, host=settings.host, keys=keys)
         case Role.RECIPE:
             from actors.recipe.actor import Recipe
             from actors.recipe.card import ModelCard

@@ -51,7 +51,7 @@ def up(*, cluster: Path | None = None, ready_file: Path | None = None, http_port
 
 
 @app.command
-def node(*actors: str, name: str = "", threads: int | None = None, slots: int | None = None) -> int:
+def node(*actors: str, name: str = "", threads: int | None = None, slots: int | None = None) -> None:
     """Run some actors in this process, on the broker at SHOAL_NATS_URL; SIGTERM stops it.
 
     Parameters
@@ -71,7 +71,7 @@ def node(*actors: str, name: str = "", threads: int | None = None, slots: int | 
 
     members = parse_actors(actors)
     spec = ProcessSpec(name or members[0].role.value, members, threads or num_cores(), slots or DEFAULT_SLOTS)
-    return run_node(spec, Settings.from_environment())
+    run_node(spec, Settings.from_environment())
 
 
 @app.command

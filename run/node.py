@@ -10,7 +10,7 @@ import socket
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NoReturn
 
 import uvloop
 
@@ -21,7 +21,7 @@ from bus.bus import Bus
 from kernels.environment import compute_environment
 from run.build import build
 from run.cluster import Member, ProcessSpec
-from run.settings import LOOPBACK, Settings
+from run.settings import LOOPBACK, Settings, SettingsError
 from run.telemetry import start_telemetry
 from supervisors.processes import tell_ready
 from supervisors.strategy import GaveUp, Intensity, Strategy
@@ -95,23 +95,28 @@ class Node:
         return run
 
 
-def run_node(spec: ProcessSpec, settings: Settings, build: Build = build) -> int:
-    """Run until SIGTERM or SIGINT; the exit status. The supervisor is told when every actor is ready."""
+def run_node(spec: ProcessSpec, settings: Settings) -> NoReturn:
+    """Run until SIGTERM or SIGINT, then end the process. The supervisor is told when every actor is ready."""
     logging.basicConfig(
         level=os.environ.get("SHOAL_LOG_LEVEL", "WARNING").upper(),
         format=f"%(asctime)s {spec.name} %(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )
     if not settings.nats_url:
-        log.error("SHOAL_NATS_URL is not set: a node needs a broker; start one, or use `shoal up`")
-        return 2
+        raise SettingsError("SHOAL_NATS_URL is not set: a node needs a broker; start one, or use `shoal up`")
     os.environ.update(compute_environment(spec.num_threads))  # before torch is imported
     stop_telemetry = start_telemetry(spec.name)
-    try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_main(Node(spec, settings, build)))
-    finally:
-        stop_telemetry()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        status = runner.run(_main(Node(spec, settings)))
+    stop_telemetry()
+    _exit(status)
+
+
+def _exit(status: int) -> NoReturn:
+    """End at once: everything is closed, and with torch the interpreter's own way out takes half a second."""
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(status)
 
 
 async def _main(node: Node) -> int:
@@ -128,6 +133,5 @@ async def _main(node: Node) -> int:
         return 1
     except Stuck as error:
         log.critical("%s; ending the process", error)
-        logging.shutdown()
-        os._exit(1)
+        _exit(1)
     return 0

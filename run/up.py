@@ -129,7 +129,9 @@ class Stack:
 
             def on_ready() -> None:
                 took_s = time.monotonic() - started_s
-                self._console.print(f"[green]●[/] {name:<10} [dim]{process.pid:>7}  {took_s:4.1f} s[/]  {escape(what)}")
+                self._console.print(
+                    f"[green]●[/] {name:<10} [dim]{process.pid:>7}  {took_s:4.1f} s[/]  {escape(what)}", soft_wrap=True
+                )
                 self._watch.watch(name, list(process.program.members))
                 ready()
                 if self._is_up:

@@ -69,8 +69,11 @@ class Watch:
             await bus.tell(EXITED.all(), exit)
 
     async def _ping(self, bus: Bus) -> None:
+        loop = asyncio.get_running_loop()
+        next_s = loop.time()
         while True:
-            await asyncio.sleep(self._round_s)
+            next_s = max(next_s + self._round_s, loop.time())
+            await asyncio.sleep(next_s - loop.time())
             asked = {(process, Member.parse(text)): text for process, text in self._liveness.members()}
             silent = await find_silent(bus, [member for _, member in asked], timeout_s=self._round_s)
             if silent and not await _is_reachable(bus):

@@ -97,14 +97,17 @@ class _Exchange:
 class Gateway(Actor):
     """Serves HTTP on `port` (0: any free one; the actual one is `.port` once ready).
 
-    Listens on 127.0.0.1 without keys, on all interfaces with them.
+    Listens on `host` without keys, on all interfaces with them.
     """
 
     role = Role.GATEWAY
 
-    def __init__(self, id: str, bus: Bus, bulk: Bulk, *, port: int = 8000, keys: Keys | None = None) -> None:
+    def __init__(
+        self, id: str, bus: Bus, bulk: Bulk, *, port: int = 8000, host: str = "127.0.0.1", keys: Keys | None = None
+    ) -> None:
         super().__init__(id, bus)
         self.port = port
+        self._host = host
         self._keys = keys or Keys()
         self._reader = StreamReader(bulk)
         self._exchanges: dict[int, _Exchange] = {}
@@ -119,7 +122,7 @@ class Gateway(Actor):
         return {EXITED.all(): self._on_exited}
 
     async def on_start(self) -> None:
-        sock = listener("0.0.0.0" if self._keys else "127.0.0.1", self.port)
+        sock = listener("0.0.0.0" if self._keys else self._host, self.port)
         self.port = sock.getsockname()[1]
         is_listening = asyncio.Event()
         self._server = Server(self._serve_http, is_listening.set)

@@ -9,7 +9,19 @@ import pytest
 from run.cluster import DEFAULT_CLUSTER, ClusterError, Member, ProcessSpec, num_cores, read_cluster
 from schemas.message import Role
 
-GOOD = DEFAULT_CLUSTER.read_text()
+GOOD = """
+[[process]]
+name = "front"
+actors = ["prefill-balancer/pb0", "decode-balancer/db0", "entrypoint/e0", "recipe/r0", "gateway/g0"]
+
+[[process]]
+name = "prefill"
+actors = ["prefill/p0"]
+
+[[process]]
+name = "decode"
+actors = ["decode/d0"]
+"""
 
 
 def read(tmp_path: Path, text: str) -> tuple[ProcessSpec, ...]:
@@ -20,7 +32,7 @@ def read(tmp_path: Path, text: str) -> tuple[ProcessSpec, ...]:
 
 def test_the_default_is_three_processes_and_torch_is_in_two() -> None:
     specs = read_cluster(DEFAULT_CLUSTER)
-    assert [(spec.name, spec.is_computing) for spec in specs] == [("front", False), ("prefill", True), ("decode", True)]
+    assert [(spec.name, spec.is_computing) for spec in specs] == [("decode", True), ("prefill", True), ("front", False)]
     assert {member.role for spec in specs for member in spec.members} == set(Role)
     assert specs[1].num_threads == max(1, num_cores() // 2)
 

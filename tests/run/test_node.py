@@ -163,7 +163,7 @@ def test_only_a_process_that_computes_imports_torch(nats_server: ServerConfig) -
         "from run.settings import Settings\n"
         "import run.node, run.up\n"
         "async def main():\n"
-        "    front = read_cluster(DEFAULT_CLUSTER)[0]\n"
+        "    front = read_cluster(DEFAULT_CLUSTER)[-1]\n"
         "    assert not front.is_computing\n"
         "    bus = Bus(MemoryWire(MemoryBroker()))\n"
         "    for member in front.members:\n"

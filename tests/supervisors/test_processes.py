@@ -128,8 +128,7 @@ def test_ends_of_its_own(run_async: RunAsync, code: str, error: str) -> None:
     async def main() -> None:
         log = Log()
         with pytest.raises(ProcessEnded, match=error):
-            task, _ = await up(log.process("p0", code, start_timeout_s=0.3 if "sleep" in code else 30.0))
-            await task
+            await log.process("p0", code, start_timeout_s=0.3 if "sleep" in code else 30.0).run(lambda: None)
         assert [exit.name for exit in log.exits] == ["p0"]
 
     run_async(main())
@@ -161,8 +160,7 @@ def test_a_probe_stands_in_for_programs_that_cannot_say_they_are_ready(run_async
 
 def test_status_zero_is_a_normal_end(run_async: RunAsync) -> None:
     async def main() -> None:
-        task, _ = await up(Log().process("p0", READY))
-        await task
+        await Log().process("p0", READY).run(lambda: None)
 
     run_async(main())
 
@@ -172,8 +170,7 @@ def test_output_goes_to_its_log(run_async: RunAsync, tmp_path: Path) -> None:
         path = tmp_path / "p0.log"
         code = "import sys; print('out'); print('err', file=sys.stderr)\n" + READY
         for _ in range(2):  # a restart appends
-            task, _ = await up(Log().process("p0", code, log_path=path))
-            await task
+            await Log().process("p0", code, log_path=path).run(lambda: None)
         assert sorted(path.read_text().split()) == ["err", "err", "out", "out"]
 
     run_async(main())
