@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import os
 import random
+import re
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -31,6 +32,10 @@ OnFate = Callable[[bool], None]
 DEADLINE_HEADER = "Shoal-Deadline-Ns"
 
 _encode = msgspec.msgpack.Encoder().encode
+_SPACE = re.compile(r"[ \t\r\n]")
+_NEWLINE = re.compile(r"[\r\n]")
+_HEADER_KEY = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
+
 _propagator = TraceContextTextMapPropagator()
 _decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
 
@@ -111,6 +116,19 @@ def fail(code: Code, message: str, *, field: str = "") -> BusError:
 def header_bytes(headers: Mapping[str, str]) -> int:
     """What headers add to a message on the wire: a version line, `key: value` lines, an empty line."""
     return 12 + sum(len(key) + len(value.encode()) + 4 for key, value in headers.items())
+
+
+def check_subject(subject: str) -> None:
+    """Raise `BusError(bad_request)` if this would not be one word on the wire."""
+    if not subject or _SPACE.search(subject):
+        raise fail(Code.BAD_REQUEST, f"{subject!r} is not a subject")
+
+
+def check_headers(headers: Mapping[str, str]) -> None:
+    """Raise `BusError(bad_request)` if these would not each be one line on the wire."""
+    for key, value in headers.items():
+        if not _HEADER_KEY.fullmatch(key) or _NEWLINE.search(value):
+            raise fail(Code.BAD_REQUEST, f"{key!r}: {value!r} is not a header")
 
 
 def check_size(subject: str, body: bytes, headers: Mapping[str, str] | None, limit: int) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from bus.bus import Delivery, check_size, fail
+from bus.bus import Delivery, check_headers, check_size, check_subject, fail
 from bus.subjects import MAX_PUBLIC_BYTES
 from schemas.failure import Code
 
@@ -147,8 +147,12 @@ class MemoryWire:
         self, subject: str, body: bytes, *, reply: str = "", headers: Mapping[str, str] | None = None
     ) -> None:
         """See `Wire.publish`."""
+        check_subject(subject)
+        if reply:
+            check_subject(reply)
+        if headers:
+            check_headers(headers)
         check_size(subject, body, headers, self.max_payload)
-        _check_subject(subject)
         if self._is_cut:
             return
         if self._is_closed:
@@ -159,7 +163,7 @@ class MemoryWire:
         self, subject: str, on_delivery: Callable[[Delivery], None], *, queue: str = ""
     ) -> Callable[[], Any]:
         """See `Wire.subscribe`."""
-        _check_subject(subject)
+        check_subject(subject)
         subscription = _Subscription(self, subject, queue, on_delivery)
 
         async def unsubscribe() -> None:
@@ -198,8 +202,3 @@ class MemoryWire:
             subscription.is_open = False
             self._broker.remove(subscription)
         self._subscriptions.clear()
-
-
-def _check_subject(subject: str) -> None:
-    if not subject or any(character in subject for character in " \t\r\n"):
-        raise fail(Code.BAD_REQUEST, f"{subject!r} is not a subject")

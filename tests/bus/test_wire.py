@@ -237,10 +237,24 @@ def test_a_listener_runs_outside_the_publishers_context(run_async: Run, net: Net
 def test_a_bad_subject_is_refused(run_async: Run, net: Net, subject: str) -> None:
     async def main() -> None:
         async with net.wires(1) as (wire,):
-            for call in (wire.publish(subject, b""), wire.subscribe(subject, Heard())):
+            calls: list[Any] = [wire.publish(subject, b""), wire.subscribe(subject, Heard())]
+            if subject:
+                calls.append(wire.publish("good", b"", reply=subject))
+            for call in calls:
                 with pytest.raises(BusError) as caught:
                     await call
                 assert caught.value.code == Code.BAD_REQUEST
+
+    run_async(main())
+
+
+@pytest.mark.parametrize("headers", [{"a b": "c"}, {"": "c"}, {"a": "c\r\nd: e"}, {"a\n": "c"}, {"ä": "c"}])
+def test_a_bad_header_is_refused(run_async: Run, net: Net, headers: dict[str, str]) -> None:
+    async def main() -> None:
+        async with net.wires(1) as (wire,):
+            with pytest.raises(BusError) as caught:
+                await wire.publish("good", b"", headers=headers)
+            assert caught.value.code == Code.BAD_REQUEST
 
     run_async(main())
 
