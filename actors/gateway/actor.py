@@ -202,7 +202,7 @@ class Gateway(Actor):
 
     async def _call_once(self, request: Request, protocol: Protocol, tenant: str, body: bytes) -> Reply:
         answer = await self._call(request, protocol, tenant, body, 0)
-        return request.reply(answer.status, answer.body, retry_after_s=answer.retry_after_s)
+        return request.answered(answer)
 
     async def _exchange(
         self, request: Request, protocol: Protocol, tenant: str, body: bytes, receive: Receive, send: Send
@@ -217,7 +217,7 @@ class Gateway(Actor):
             answer: Called | Answer = await self._call(request, protocol, tenant, body, stream.stream_id)
             if isinstance(answer, Answer):
                 exchange.is_over = True
-                return request.reply(answer.status, answer.body, retry_after_s=answer.retry_after_s)
+                return request.answered(answer)
             exchange.recipe = answer.recipe
             if answer.is_stream:
                 return await self._stream(exchange, answer, send)

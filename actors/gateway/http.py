@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import orjson
 
 from actors.rules.errors import error_body
-from schemas.api import Protocol
+from schemas.api import Answer, Protocol
 from schemas.failure import FAILURES, Code, Failure
 
 POSTS = {
@@ -72,6 +72,10 @@ class Request:
         retry_after_s = failure.retry_after_s or (1.0 if row.is_retryable else 0.0)
         body = error_body(self.protocol, failure, self.label)
         return self.reply(row.http_status, body, retry_after_s=retry_after_s)
+
+    def answered(self, answer: Answer) -> Reply:
+        """A recipe's answer; its failures in the words of this client, not of the subject it was asked on."""
+        return self.refusal(answer.failure) if answer.failure else self.reply(answer.status, answer.body)
 
     def stream_headers(self, ignored: Sequence[str]) -> Headers:
         """The headers of an event stream."""

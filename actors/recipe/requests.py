@@ -14,13 +14,11 @@ from actors.recipe.fields import Refusal
 from actors.recipe.session import Session
 from actors.rules.errors import error_body, status
 from schemas.api import Answer, Called, Probe, Probed, Protocol
-from schemas.failure import FAILURES, Code, Failure
+from schemas.failure import Code, Failure
 from schemas.request import Cancelled, CancelReason, End, Failed, FinishReason, Resend, TokensEmitted
 
 SILENCE_S = 5.0
 """A request without an event for so long is asked after."""
-
-RETRY_AFTER_S = 1.0
 
 RESEND_REQUESTS = 64
 """Requests in one question."""
@@ -40,8 +38,7 @@ class Outcome(NamedTuple):
     def answer(self) -> Answer:
         """The same to a gateway, for a request that has not begun. Only for a failure."""
         assert self.failure is not None
-        retry_after_s = RETRY_AFTER_S if FAILURES[self.failure.code].is_retryable else 0.0
-        return Answer(status=self.status, body=self.items[-1], failure=self.failure, retry_after_s=retry_after_s)
+        return Answer(status=self.status, body=self.items[-1], failure=self.failure)
 
 
 @dataclass(slots=True, eq=False)
@@ -122,7 +119,12 @@ class OpenRequest:
                 items = session.push(new)
                 if session.is_stopped:
                     reason = CancelReason.STOP_SEQUENCE if end is None else None
-                    return Outcome(items + session.finish(FinishReason.STOP, self._unix_s()), True, reason="stop", must_cancel=reason)
+                    return Outcome(
+                        items + session.finish(FinishReason.STOP, self._unix_s()),
+                        True,
+                        reason="stop",
+                        must_cancel=reason,
+                    )
             if end is None:
                 return Outcome(items)
             return self._end(items, session, end)

@@ -52,8 +52,9 @@ class Session:
             self._body = body(id, prepared.model, created_s, prepared.num_prompt_tokens, 0)
         self._is_ready = False
         self._created_s = created_s
-        # The library stamps events with the system's clock. Ours can be another: unix seconds, ten digits until 2286.
-        self._head = b'{"id":"%b","object":"chat.completion.chunk","created":%010d' % (id.encode(), created_s)
+        # The library stamps events with the system's clock, in ten digits until the year 2286; ours can be another.
+        head = b'{"id":"%b","object":"chat.completion.chunk","created":' % id.encode()
+        self._head, self._head_bytes = head + b"%d" % created_s, len(head) + 10
 
     @property
     def has_started(self) -> bool:
@@ -105,9 +106,9 @@ class Session:
 
     def _stamped(self, item: bytes, completed_s: int | None = None) -> bytes:
         """A response object with our times: they are its first fields of these names."""
-        times = {b"created_at": self._created_s, b"completed_at": completed_s}
-        num_times = 1 if completed_s is None else 2
-        return _TIMES.sub(lambda match: b'"%b":%d' % (match[1], times[match[1]]), item, count=num_times)
+        times = [self._created_s] if completed_s is None else [self._created_s, completed_s]
+        left = iter(times)
+        return _TIMES.sub(lambda match: b'"%b":%d' % (match[1], next(left)), item, count=len(times))
 
     def _take(self, events: list[_Event]) -> list[bytes]:
         if self._body is not None:
@@ -118,7 +119,7 @@ class Session:
         self._num_events += len(events)
         items = [event.to_json().encode() for event in events]
         if self._protocol is Protocol.CHAT_COMPLETIONS:
-            head, length = self._head, len(self._head)
+            head, length = self._head, self._head_bytes
             return [head + item[length:] for item in items]
         if self._protocol is Protocol.RESPONSES and is_first:
             items[:2] = [self._stamped(item) for item in items[:2]]  # response.created and .in_progress

@@ -1,0 +1,413 @@
+"""The recipe between its doors: NATS clients and gateways on one side, entrypoint shards on the other."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from actors.recipe import requests
+from actors.recipe.actor import Recipe
+from actors.recipe.card import ModelCard
+from actors.recipe.front import derived_id
+from bus.actor import Actor
+from bus.bulk import MemoryBulk, MemoryHub
+from bus.bus import Bus
+from bus.memory import MemoryWire
+from bus.subjects import CALL, EXITED, LOAD, PROBE, RECIPE_TOKENS
+from schemas.api import Answer, Call, Called, Probe, Protocol
+from schemas.failure import Code, Failure
+from schemas.liveness import ProcessExited
+from schemas.message import Role
+from schemas.request import CancelReason, Failed, Finished, FinishReason, TokensEmitted
+from schemas.routing import LoadReported
+from tests.actors.edge import Edge, FakeEntrypoint, edge, make_card
+from tests.bus.conformance import ActorConformance
+from tests.conftest import Run
+
+CHAT = Protocol.CHAT_COMPLETIONS
+BODY: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
+STREAM = {**BODY, "stream": True}
+STOP = Finished(reason=FinishReason.STOP)
+
+
+@pytest.fixture(scope="module")
+def card(tmp_path_factory: pytest.TempPathFactory) -> ModelCard:
+    return make_card(tmp_path_factory.mktemp("model"))
+
+
+class TestRecipeConformance(ActorConformance):
+    """The contract of every actor."""
+
+    @pytest.fixture(autouse=True)
+    def _card(self, card: ModelCard) -> None:
+        self.card = card
+
+    def make(self, bus: Bus) -> Actor:
+        return Recipe("rc0", bus, MemoryBulk(MemoryHub()), self.card)
+
+
+def content(events: list[dict[str, Any]]) -> str:
+    return "".join(event["choices"][0]["delta"].get("content") or "" for event in events)
+
+
+@asynccontextmanager
+async def silent(card: ModelCard) -> AsyncIterator[Edge]:
+    """An edge whose entrypoint waits for the test to speak."""
+    async with edge(card) as system:
+        system.entrypoint.is_silent = True
+        yield system
+
+
+async def submitted(entrypoint: FakeEntrypoint, num: int = 1) -> list[str]:
+    await entrypoint.until(lambda: len(entrypoint.submitted) >= num)
+    return list(entrypoint.submitted)
+
+
+# NATS clients
+
+
+def test_a_stream_is_numbered_and_ends_with_the_sentinel(run_async: Run, card: ModelCard) -> None:
+    async def main() -> None:
+        async with edge(card, text="Hello there!") as system:
+            client = await system.client()
+            await client.send(CHAT, STREAM)
+            raw = await client.next()
+            assert raw.startswith(b'{"seq":0,"id":"chatcmpl-')
+            events = [json.loads(raw), *await client.all()]
+            assert [event["seq"] for event in events] == list(range(len(events)))
+            assert content(events) == "Hello there!"
+            assert len(system.recipe._open) == 0
+
+    run_async(main())
+
+
+def test_every_protocol_in_one_piece(run_async: Run, card: ModelCard) -> None:
+    async def main() -> None:
+        async with edge(card, text="Hello there!") as system:
+            client = await system.client()
+            for protocol, body in (
+                (CHAT, BODY),
+                (Protocol.RESPONSES, {"model": "tiny", "input": "Hi"}),
+                (Protocol.MESSAGES, {**BODY, "max_tokens": 50}),
+            ):
+                await client.send(protocol, body)
+                [answer] = await client.all()
+                assert "seq" not in answer
+                assert "Hello there!" in json.dumps(answer)
+            await client.send(Protocol.COUNT_TOKENS, BODY)
+            assert (await client.all())[0]["input_tokens"] > 0
+            await client.send(Protocol.MODELS, b"")
+            assert (await client.all())[0]["data"][0]["id"] == "shoal-tiny"
+
+    run_async(main())
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (b"{", "bad_request"),
+        (b"", "bad_request"),
+        (b"[]", "bad_request"),
+        ({**BODY, "model": "gpt"}, "model_not_found"),
+        ({**BODY, "messages": []}, "bad_request"),
+        ({**BODY, "top_k": 5}, "unsupported"),
+        ({**BODY, "max_tokens": 100_000}, "context_length_exceeded"),
+        ({**BODY, "messages": [{"role": "user", "content": "word " * 420_000}]}, "context_length_exceeded"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_errors_come_as_one_body(run_async: Run, card: ModelCard, body: Any, code: str) -> None:
+    async def main() -> None:
+        async with edge(card) as system:
+            client = await system.client()
+            await client.send(CHAT, body)
+            [error] = await client.all()
+            assert error["error"]["code"] == code
+            assert not system.entrypoint.submitted
+
+    run_async(main())
+
+
+@pytest.mark.parametrize("by", ["label", "response id", "request id"])
+def test_cancel(run_async: Run, card: ModelCard, by: str) -> None:
+    async def main() -> None:
+        async with silent(card) as system:
+            client, other = await system.client(), await system.client()
+            await client.send(CHAT, STREAM, {"X-Request-Id": "mine"})
+            [id] = await submitted(system.entrypoint)
+            assert id == derived_id("public", "mine")
+            name = {"label": "mine", "response id": f"chatcmpl-{id}", "request id": id}[by]
+            await other.send(Protocol.CANCEL, {"id": name})
+            assert await other.all() == [{"id": name, "object": "cancel", "cancelled": True}]
+            assert (await client.all())[0]["error"]["code"] == "cancelled"
+            assert system.entrypoint.cancelled[id].reason is CancelReason.CLIENT
+            await other.send(Protocol.CANCEL, {"id": name})
+            assert await other.all() == [{"id": name, "object": "cancel", "cancelled": False}]
+            await other.send(Protocol.CANCEL, {})
+            assert (await other.all())[0]["error"]["code"] == "bad_request"
+
+    run_async(main())
+
+
+def test_two_requests_of_one_name(run_async: Run, card: ModelCard) -> None:
+    async def main() -> None:
+        async with silent(card) as system:
+            first, second = await system.client(), await system.client()
+            await first.send(CHAT, STREAM, {"x-request-id": "mine"})
+            [id] = await submitted(system.entrypoint)
+            await second.send(CHAT, STREAM, {"x-request-id": "mine"})
+            assert (await second.all())[0]["error"]["code"] == "duplicate_request"
+            await system.entrypoint.emit(id, [300], STOP)
+            assert (await first.all())[-1]["choices"][0]["finish_reason"] == "stop"
+
+    run_async(main())
+
+
+def test_a_vanished_client_is_a_cancel(run_async: Run, card: ModelCard) -> None:
+    async def main() -> None:
+        async with silent(card) as system:
+            client = await system.client()
+            await client.send(CHAT, STREAM)
+            [id] = await submitted(system.entrypoint)
+            await client.wire.close()
+            await system.entrypoint.emit(id, [300])
+            await system.entrypoint.until(lambda: id in system.entrypoint.cancelled)
+            assert system.entrypoint.cancelled[id].reason is CancelReason.CLIENT_GONE
+            assert len(system.recipe._open) == 0
+
+    run_async(main())
+
+
+def test_nonsense_in_headers(run_async: Run, card: ModelCard) -> None:
+    async def main() -> None:
+        async with edge(card) as system:
+            client = await system.client()
+            headers = {"traceparent": "nonsense", "Shoal-Deadline-Ns": "soon", "x-request-id": ""}
+            await client.send(CHAT, BODY, headers)
+            [answer] = await client.all()
+            assert answer["object"] == "chat.completion"
+
+    run_async(main())
+
+
+def test_a_deadline_travels(run_async: Run, card: ModelCard) -> None:
+    async def main() -> None:
+        async with edge(card) as system:
+            client = await system.client()
+            await client.send(CHAT, BODY, {"Shoal-Deadline-Ns": "9000000000000000000"})
+            await client.all()
+            [submit] = system.entrypoint.submitted.values()
+            assert submit.limits.deadline_ns == 9_000_000_000_000_000_000
+
+    run_async(main())
+
+
+# Tokens: lost, repeated, overdue
+
+
+def test_a_stop_sequence_ends_the_request_at_the_shard(run_async: Run, card: ModelCard) -> None:
+    async def main() -> None:
+        async with silent(card) as system:
+            client = await system.client()
+            await client.send(CHAT, {**STREAM, "stop": "there"})
+            [id] = await submitted(system.entrypoint)
+            for token in system.entrypoint.answer:
+                await system.entrypoint.emit(id, [token])
+            events = await client.all()
+            assert content(events) == "Hello "
+            assert events[-1]["choices"][0]["finish_reason"] == "stop"
+            await system.entrypoint.until(lambda: id in system.entrypoint.cancelled)
+            assert system.entrypoint.cancelled[id].reason is CancelReason.STOP_SEQUENCE
+
+    run_async(main())
+
+
+def test_repeated_and_lost_tokens(run_async: Run, card: ModelCard) -> None:
+    async def main() -> None:
+        async with silent(card) as system:
+            entrypoint = system.entrypoint
+            client = await system.client()
+            await client.send(CHAT, STREAM)
+            [id] = await submitted(entrypoint)
+            answer = entrypoint.answer
+            await entrypoint.emit(id, answer[:2])
+            again = TokensEmitted(
+                source="entrypoint/e0", request_ids=[id], epochs=[1], first_indexes=[0], counts=[2], tokens=answer[:2]
+            )
+            await entrypoint.bus.tell(RECIPE_TOKENS.at("rc0"), again)
+            await entrypoint.emit(id, answer[2:3], is_lost=True)
+            await entrypoint.emit(id, answer[3:], STOP)
+            assert content(await client.all()) == "Hello there!"
+            assert [resend.first_indexes for resend in entrypoint.resends] == [[2]]
+
+    run_async(main())
+
+
+def test_a_lost_end_is_found(run_async: Run, card: ModelCard, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "SILENCE_S", 0.2)
+
+    async def main() -> None:
+        async with silent(card) as system:
+            client = await system.client()
+            await client.send(CHAT, STREAM)
+            [id] = await submitted(system.entrypoint)
+            await system.entrypoint.emit(id, system.entrypoint.answer, STOP, is_lost=True)
+            assert content(await client.all()) == "Hello there!"
+
+    run_async(main())
+
+
+def test_a_shard_that_forgot(run_async: Run, card: ModelCard) -> None:
+    """A restarted shard says so of the requests it does not know."""
+
+    async def main() -> None:
+        async with silent(card) as system:
+            client = await system.client()
+            await client.send(CHAT, STREAM)
+            [id] = await submitted(system.entrypoint)
+            del system.entrypoint.held[id]
+            report = LoadReported(role=Role.ENTRYPOINT, id="e0", incarnation="new", seq=1, pid=1, host="h")
+            await system.entrypoint.bus.tell(LOAD.at(Role.ENTRYPOINT), report)
+            assert (await client.all())[0]["error"]["code"] == "worker_lost"
+
+    run_async(main())
+
+
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_a_shard_that_died(run_async: Run, card: ModelCard, has_begun: bool) -> None:
+    async def main() -> None:
+        async with silent(card) as system:
+            client = await system.client()
+            await client.send(CHAT, STREAM)
+            [id] = await submitted(system.entrypoint)
+            if has_begun:
+                await system.entrypoint.emit(id, [300])
+                await client.next()
+            await system.kill("e")
+            bus = system.gateway.bus
+            exited = ProcessExited(name="front", pid=1, members=["entrypoint/e0"])
+            await bus.tell(EXITED.all(), exited)
+            assert (await client.all())[-1]["error"]["code"] == "worker_lost"
+            await client.send(CHAT, STREAM)
+            assert (await client.all())[0]["error"]["code"] == "no_responders"
+
+    run_async(main())
+
+
+def test_a_shard_that_fails_or_refuses(run_async: Run, card: ModelCard) -> None:
+    async def main() -> None:
+        async with silent(card) as system:
+            client = await system.client()
+            await client.send(CHAT, STREAM)
+            [id] = await submitted(system.entrypoint)
+            await system.entrypoint.emit(id, [300])
+            failure = Failure(code=Code.NO_REPLICA, message="no decode replica")
+            await system.entrypoint.emit(id, [], Failed(failure=failure))
+            assert (await client.all())[-1]["error"]["message"] == "no decode replica"
+            system.entrypoint.refusal = Failure(code=Code.OVERLOADED, message="too many")
+            await client.send(CHAT, STREAM)
+            assert (await client.all())[0]["error"]["code"] == "overloaded"
+
+    run_async(main())
+
+
+def test_tokens_of_unknown_requests_are_cancelled(run_async: Run, card: ModelCard) -> None:
+    async def main() -> None:
+        async with silent(card) as system:
+            entrypoint = system.entrypoint
+            entrypoint.held["lost"] = ([], None)
+            emitted = TokensEmitted(
+                source="entrypoint/e0", request_ids=["lost"], epochs=[1], first_indexes=[5], counts=[1], tokens=[9]
+            )
+            await entrypoint.bus.tell(RECIPE_TOKENS.at("rc0"), emitted)
+            await entrypoint.until(lambda: "lost" in entrypoint.cancelled)
+
+    # Cancelled{} for it comes back to nobody: the fake has no recipe to tell.
+    async def quiet() -> None:
+        original = FakeEntrypoint.emit
+
+        async def emit(self: FakeEntrypoint, request_id: str, *args: Any, **kwargs: Any) -> None:
+            if request_id in self.submitted:
+                await original(self, request_id, *args, **kwargs)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(FakeEntrypoint, "emit", emit)
+            await main()
+
+    run_async(quiet())
+
+
+# Gateways
+
+
+def call(body: Any, stream_id: int = 1, protocol: Protocol = CHAT) -> Call:
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return Call(stream_id=stream_id, gateway="gx", protocol=protocol, body=raw, request_id=f"{stream_id:032x}")
+
+
+def test_a_call_is_answered(run_async: Run, card: ModelCard) -> None:
+    async def main() -> None:
+        async with silent(card) as system:
+            bus = system.gateway.bus
+            called = await bus.ask(CALL.any(), call({**STREAM, "user": "u"}), timeout_s=5)
+            assert called == Called(recipe="rc0", request_id=f"{1:032x}", is_stream=True, ignored=["user"])
+            answer = await bus.ask(CALL.any(), call({**BODY, "n": 2}, 2), timeout_s=5)
+            assert isinstance(answer, Answer)
+            assert (answer.status, json.loads(answer.body)["error"]["param"]) == (400, "n")
+            probed = await bus.ask(PROBE.any(), Probe(gateway="gx", stream_ids=[1, 2]), timeout_s=5)
+            assert probed.next_seqs == [0, -1]
+            await system.recipe.drain()
+            with pytest.raises(Exception, match="takes no new requests"):
+                await bus.ask(CALL.any(), call(BODY, 3), timeout_s=5)
+
+    run_async(main())
+
+
+def test_a_gateway_that_died_cancels_its_requests(run_async: Run, card: ModelCard) -> None:
+    async def main() -> None:
+        async with silent(card) as system:
+            await system.gateway.bus.ask(CALL.any(), call(STREAM), timeout_s=5)  # "gx" listens nowhere
+            [id] = await submitted(system.entrypoint)
+            await system.entrypoint.emit(id, [300])
+            await system.entrypoint.until(lambda: id in system.entrypoint.cancelled)
+            assert system.entrypoint.cancelled[id].reason is CancelReason.CLIENT_GONE
+
+    run_async(main())
+
+
+def test_stopping_ends_every_request(run_async: Run, card: ModelCard) -> None:
+    async def main() -> None:
+        async with silent(card) as system:
+            client = await system.client()
+            await client.send(CHAT, STREAM)
+            [id] = await submitted(system.entrypoint)
+            system.tasks["r"].cancel()
+            await asyncio.wait([system.tasks["r"]])
+            assert (await client.all())[0]["error"]["code"] == "shutting_down"
+            await system.entrypoint.until(lambda: id in system.entrypoint.cancelled)
+
+    run_async(main())
+
+
+def test_another_shard_takes_over(run_async: Run, card: ModelCard) -> None:
+    """A shard that is gone but not yet missed costs one try, not the request."""
+
+    async def main() -> None:
+        async with edge(card) as system:
+            bus = Bus(MemoryWire(system.broker))
+            await bus.open()
+            for ghost in ("e1", "e2", "e3"):
+                report = LoadReported(role=Role.ENTRYPOINT, id=ghost, incarnation="x", seq=1, pid=1, host="h")
+                await bus.tell(LOAD.at(Role.ENTRYPOINT), report)
+            client = await system.client()
+            for _ in range(8):
+                await client.send(CHAT, STREAM)
+                assert content(await client.all()) == "Hello there!"
+            await bus.close()
+
+    run_async(main())
