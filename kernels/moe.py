@@ -18,7 +18,7 @@ class MoE:
     def __init__(self, config: ModelConfig, layer: int, checkpoint: Checkpoint, rounding: Rounding) -> None:
         self.config, self.layer, self.round = config, layer, rounding
         c, name = config, f"layers.{layer}.ffn"
-        self.gate = checkpoint.tensor(f"{name}.gate.weight", c.n_routed_experts, c.hidden_size)
+        gate = checkpoint.tensor(f"{name}.gate.weight", c.n_routed_experts, c.hidden_size)
         self.bias = checkpoint.tensor(f"{name}.gate.bias", c.n_routed_experts)
 
         def up(expert: str) -> torch.Tensor:
@@ -31,15 +31,18 @@ class MoE:
         routed = [f"experts.{expert}" for expert in range(c.n_routed_experts)]
         self.w13 = torch.stack([up(expert) for expert in routed])
         self.w2 = torch.stack([down(expert) for expert in routed])
-        self.shared_w13, self.shared_w2 = up("shared_experts"), down("shared_experts")
+        self.w_in = torch.cat((gate, up("shared_experts")))
+        self.shared_w2 = down("shared_experts")
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """`x` [padded rows, dim], normed -> [padded rows, dim]; rows that only fill a tile get the shared part."""
         c, r, num_rows = self.config, self.round, step.layout.num_rows
-        routes = route(x, self.gate, self.bias, c.num_experts_per_tok, c.routed_scaling_factor)
+        projected = linear(x, self.w_in)
+        logits = projected[:, : c.n_routed_experts]
+        routes = route(logits, self.bias, c.num_experts_per_tok, c.routed_scaling_factor)
         step.record(f"layers.{self.layer}.gate_indices", routes.experts)
         step.record(f"layers.{self.layer}.gate_weights", routes.weights)
-        hidden = r(activate(r(linear(x, self.shared_w13)), c.swiglu_limit))
+        hidden = r(activate(r(projected[:, c.n_routed_experts :]), c.swiglu_limit))
         out = r(linear(hidden, self.shared_w2))
         real = type(routes)(routes.experts[:num_rows], routes.weights[:num_rows])
         out[:num_rows] += run_experts(x, real, self.w13, self.w2, c.swiglu_limit, r)

@@ -19,9 +19,12 @@ class Routes(NamedTuple):
     weights: torch.Tensor
 
 
-def route(x: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor, num_picks: int, factor: float) -> Routes:
-    """Pick experts for `x` [rows, dim]: by score plus `bias` [experts] (equal: the lower id), weighted by score."""
-    score = softplus(linear(x, gate)).sqrt_()
+def route(logits: torch.Tensor, bias: torch.Tensor, num_picks: int, factor: float) -> Routes:
+    """Pick experts by score plus `bias` [experts] (equal: the lower id), weighted by score alone.
+
+    `logits` [rows, experts] are the gate's unrounded products; a score is sqrt(softplus(logit)).
+    """
+    score = softplus(logits).sqrt_()
     picked = (score + bias).sort(stable=True, dim=-1, descending=True).indices[:, :num_picks]
     weights = score.gather(1, picked)
     if num_picks > 1:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-from torch.nn.functional import pad
+from torch.nn import functional
 
 ROW_TILE = 4  # below 4 rows MKL sums in another order (a matrix-vector routine); taller tiles only cost more
 TALL = 64  # rows of one product where the probe allows it; beyond, nothing is gained
@@ -28,16 +28,16 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """
     rows = x.shape[0]
     if rows % ROW_TILE:
-        x = pad(x, (0, 0, 0, padded_rows(rows) - rows))
+        x = functional.pad(x, (0, 0, 0, padded_rows(rows) - rows))
     total = x.shape[0]
     if not tall_rows_agree(*weight.shape, torch.get_num_threads()):
         return _tiles(x, weight, ROW_TILE)[:rows]
     if total <= TALL:
-        return torch.mm(x, weight.t())[:rows]
+        return functional.linear(x, weight)[:rows]
     tall = total // TALL * TALL
     if tall == total:
         return _tiles(x, weight, TALL)[:rows]
-    return torch.cat((_tiles(x[:tall], weight, TALL), torch.mm(x[tall:], weight.t())))[:rows]
+    return torch.cat((_tiles(x[:tall], weight, TALL), functional.linear(x[tall:], weight)))[:rows]
 
 
 def grouped_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -66,4 +66,4 @@ def tall_rows_agree(n: int, k: int, num_threads: int) -> bool:
     if not torch.equal(_tiles(x, weight, TALL), want) or not torch.equal(_tiles(x[:TALL], weight, TALL), want[:TALL]):
         return False
     counts = range(ROW_TILE, TALL + 1, ROW_TILE)
-    return all(torch.equal(torch.mm(x[:rows], weight.t()), want[:rows]) for rows in counts)
+    return all(torch.equal(functional.linear(x[:rows], weight), want[:rows]) for rows in counts)
