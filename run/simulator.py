@@ -46,9 +46,9 @@ class RecordingBroker(MemoryBroker):
 class World:
     """Actors by `role/id`, each with a wire and bulk of its own, so that it can be cut off and killed."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, broker: RecordingBroker | None = None) -> None:
         self.random = random.Random(seed)
-        self.broker = RecordingBroker()
+        self.broker = broker or RecordingBroker()
         self.actors: dict[str, Actor] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self.wires: dict[str, MemoryWire] = {}

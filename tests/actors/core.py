@@ -16,7 +16,7 @@ from bus.bus import Bus
 from bus.subjects import CANCEL, RECIPE_TOKENS, SUBMIT, Subject
 from kernels.engine import EngineInfo
 from kernels.timed import StepCost, TimedEngine
-from run.simulator import World
+from run.simulator import RecordingBroker, World
 from schemas.message import Role
 from schemas.request import Cancel, CancelAcknowledged, CancelReason, End, Submit, Taken, TokensEmitted
 
@@ -122,9 +122,11 @@ class Core(World):
 
 
 @asynccontextmanager
-async def core(num_prefill: int = 1, num_decode: int = 1, cost: StepCost | None = None) -> AsyncIterator[Core]:
+async def core(
+    num_prefill: int = 1, num_decode: int = 1, cost: StepCost | None = None, broker: RecordingBroker | None = None
+) -> AsyncIterator[Core]:
     """A running system; whatever a test does in it, no rule of the token stream may have been broken."""
-    system = Core(seed=0)
+    system = Core(0, broker)
     try:
         await system.add(Listener("rc0", await system.bus("recipe/rc0")))
         await system.add_balancers()
