@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 from collections.abc import Iterator
@@ -13,6 +14,10 @@ from rich.console import Console
 from run.home import Home
 from run.settings import LOOPBACK, Settings
 
+with contextlib.suppress(ImportError):
+    import readline  # noqa: F401 - importing it gives input() editing and history
+
+PROMPT = "you> "
 TIMEOUT_S = 300.0
 
 
@@ -23,19 +28,20 @@ class ChatError(Exception):
 class Chat:
     """One conversation with one model. Blocking on purpose: Ctrl-C then ends exactly what is being waited for."""
 
-    def __init__(self, url: str, model: str, key: str, console: Console) -> None:
+    def __init__(self, url: str, model: str, key: str, max_tokens: int, console: Console) -> None:
         self._url = url
         self._model = model
         self._key = key
+        self._max_tokens = max_tokens
         self._console = console
         self._messages: list[dict[str, str]] = []
 
     @classmethod
-    def open(cls, settings: Settings, url: str, model: str, key: str) -> Chat:
+    def open(cls, settings: Settings, url: str, model: str, key: str, max_tokens: int) -> Chat:
         """Find the gateway: `url`, or that of the running stack, or the port of the settings."""
         running = Home(settings.home).read()
         place = url or (running.http if running else f"http://{LOOPBACK}:{settings.http_port}")
-        return cls(place.rstrip("/"), model, key, Console(highlight=False))
+        return cls(place.rstrip("/"), model, key, max_tokens, Console(highlight=False))
 
     def run(self) -> int:
         """Read lines and answer them until /quit or the end of input; the exit status."""
@@ -48,7 +54,7 @@ class Chat:
         say(f"{self._model} at {self._url}   /new starts over, /quit ends, Ctrl-C cancels an answer\n", style="dim")
         while True:
             try:
-                line = input("> ").strip()
+                line = input(PROMPT).strip()
             except EOFError:
                 return 0
             except KeyboardInterrupt:
@@ -83,7 +89,9 @@ class Chat:
 
     def _stream(self) -> Iterator[tuple[str, str]]:
         """Pieces of the answer as (`content` or `reasoning_content`, text). Leaving it early hangs up: a cancel."""
-        request = {"model": self._model, "messages": self._messages, "stream": True}
+        request: dict[str, Any] = {"model": self._model, "messages": self._messages, "stream": True}
+        if self._max_tokens:
+            request["max_tokens"] = self._max_tokens
         connection = self._connect()
         try:
             response = self._send(connection, "POST", "/v1/chat/completions", json.dumps(request))

@@ -14,9 +14,9 @@ bench = App(name="bench", help="Benchmarks: one table each, or one JSON object w
 
 app.command(bench)
 app.command("run.checkpoint:app", name="checkpoint", help="Make the bundled tiny checkpoint, or look into one.")
-bench.command("run.bench.bus:main", name="bus", help="What the bus costs, beside raw nats-py.")
+bench.command("run.bench.bus:bench_bus", name="bus", help="What the bus costs, beside raw nats-py.")
 bench.command(
-    "run.bench.frontend:main", name="frontend", help="Events per second through gateway, recipe and entrypoint."
+    "run.bench.frontend:bench_frontend", name="frontend", help="Events per second through gateway, recipe and entrypoint."
 )
 
 
@@ -108,7 +108,7 @@ def status(*, json: bool = False) -> int:
 
 
 @app.command
-def chat(*, url: str = "", model: str = "", key: str = "") -> int:
+def chat(*, url: str = "", model: str = "", key: str = "", max_tokens: int = 0) -> int:
     """Chat in the terminal. Ctrl-C cancels the current answer; /quit or Ctrl-D ends the chat.
 
     Parameters
@@ -119,11 +119,13 @@ def chat(*, url: str = "", model: str = "", key: str = "") -> int:
         Which model; the first one served by default.
     key
         An API key, if the gateway asks for one.
+    max_tokens
+        The longest answer; 0 leaves it to the model.
     """
     from run.chat import Chat
     from run.settings import Settings
 
-    return Chat.open(Settings.from_environment(), url, model, key).run()
+    return Chat.open(Settings.from_environment(), url, model, key, max_tokens).run()
 
 
 def main() -> None:

@@ -95,7 +95,7 @@ class Node:
         return run
 
 
-def run_node(spec: ProcessSpec, settings: Settings) -> NoReturn:
+def run_node(spec: ProcessSpec, settings: Settings, build: Build = build) -> NoReturn:
     """Run until SIGTERM or SIGINT, then end the process. The supervisor is told when every actor is ready."""
     logging.basicConfig(
         level=os.environ.get("SHOAL_LOG_LEVEL", "WARNING").upper(),
@@ -107,7 +107,7 @@ def run_node(spec: ProcessSpec, settings: Settings) -> NoReturn:
     os.environ.update(compute_environment(spec.num_threads))  # before torch is imported
     stop_telemetry = start_telemetry(spec.name)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        status = runner.run(_main(Node(spec, settings)))
+        status = runner.run(_main(Node(spec, settings, build)))
     stop_telemetry()
     _exit(status)
 

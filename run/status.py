@@ -43,12 +43,12 @@ async def _collect(nats_url: str) -> list[LoadReported]:
 
 def _table(reports: list[LoadReported]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for header in ("role", "id", "host", "pid", "state", "running", "waiting", "tokens", "more"):
-        table.add_column(header, justify="right" if header in ("pid", "running", "waiting", "tokens") else "left")
+    for header in ("actor", "host", "pid", "state", "running", "waiting", "tokens", "more"):
+        is_number = header in ("pid", "running", "waiting", "tokens")
+        table.add_column(header, justify="right" if is_number else "left", no_wrap=header == "actor")
     for report in reports:
         table.add_row(
-            report.role,
-            report.id,
+            f"{report.role}/{report.id}",
             report.host,
             str(report.pid),
             "accepting" if report.is_accepting else "draining",

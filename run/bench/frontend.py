@@ -41,7 +41,7 @@ FRONT = (Role.GATEWAY, Role.RECIPE, Role.ENTRYPOINT, Role.PREFILL_BALANCER, Role
 ENGINE = (Role.PREFILL, Role.DECODE)
 
 
-def bench_frontend(*, json: bool) -> None:
+def bench_frontend(*, json: bool = False) -> None:
     """Measure and print; with `json` one object, else a table."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         loads = runner.run(measure())

@@ -47,7 +47,7 @@ def is_alive(pid: int) -> bool:
 
 async def until(condition: Callable[[], bool]) -> None:
     """Poll: the kernel does not tell us of processes that are not our children."""
-    while not condition():  # noqa: ASYNC110
+    while not condition():
         await asyncio.sleep(0.01)
 
 
