@@ -93,7 +93,7 @@ def test_a_killed_process_is_restarted_and_its_requests_end(stack: System, role:
         victim = stack.pid(role)
         others = {name: pids for name, pids in stack.ready.pids.items() if victim not in pids}
         async with openai.AsyncOpenAI(base_url=f"{stack.http}/v1", api_key="none", max_retries=0, timeout=60) as ai:
-            running = [asyncio.create_task(answer(ai, 600, seed)) for seed in range(6)]
+            running = [asyncio.create_task(answer(ai, 250, seed)) for seed in range(6)]
             await asyncio.sleep(1.0)
             os.kill(victim, signal.SIGKILL)
             for num_events, code in await asyncio.gather(*running):
@@ -105,6 +105,22 @@ def test_a_killed_process_is_restarted_and_its_requests_end(stack: System, role:
             num_events, code = await answer(ai, 5)
             assert code == "" and num_events > 0
         assert {name: stack.ready.pids[name] for name in others} == others
+
+    asyncio.run(main())
+
+
+def test_a_stopped_process_is_found_out(stack: System) -> None:
+    """SIGSTOP: its sockets stay open, it just makes no progress."""
+
+    async def main() -> None:
+        victim = stack.pid("decode")
+        async with openai.AsyncOpenAI(base_url=f"{stack.http}/v1", api_key="none", max_retries=0, timeout=60) as ai:
+            running = asyncio.create_task(answer(ai, 3000))
+            await asyncio.sleep(0.5)
+            os.kill(victim, signal.SIGSTOP)
+            assert (await running)[1] == "worker_lost"
+            await until(lambda: stack.pid("decode") != victim)
+            assert (await answer(ai, 5))[1] == ""
 
     asyncio.run(main())
 
