@@ -114,7 +114,7 @@ class World:
 
 
 def engine_for(card: ModelCard, vocab_size: int, cost: StepCost, num_slots: int = 16) -> TimedEngine:
-    """A timed engine that serves a model card: its context, and ordinary tokens of its vocabulary."""
+    """A timed engine that serves a model card: its context, and ordinary tokens of its vocabulary (control tokens are its last)."""
     info = EngineInfo(
         model=card.name,
         layout="timed",
@@ -124,4 +124,4 @@ def engine_for(card: ModelCard, vocab_size: int, cost: StepCost, num_slots: int 
         num_slots=num_slots,
         max_step_tokens=2048,
     )
-    return TimedEngine(info, range(vocab_size // 2, vocab_size), cost, mean_output=64)
+    return TimedEngine(info, range(3, vocab_size - 64), cost, mean_output=64)
