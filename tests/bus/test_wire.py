@@ -196,6 +196,11 @@ def test_what_was_sent_before_unsubscribing_arrives_and_nothing_after(run_async:
             await source.publish("stop.x", b"after")
             await settle(source, listener)
             assert heard.bodies == [b"before"]
+            own = Heard()
+            unsubscribe = await listener.subscribe("stop.y", own)
+            await listener.publish("stop.y", b"under way")
+            await unsubscribe()
+            assert own.bodies == [b"under way"]
 
     run_async(main())
 
