@@ -10,10 +10,11 @@ from kernels.config import LayerRole, ModelConfig
 from kernels.indexer import Indexer
 from kernels.layout import Group
 from kernels.ops.attention import KeySet, attend
-from kernels.ops.linear import grouped_linear, linear
+from kernels.ops.linear import grouped_linear
 from kernels.ops.quant import fp8_qdq
 from kernels.ops.rope import rotate_
 from kernels.ops.rounding import Rounding, rms_norm
+from kernels.projection import Projection
 from kernels.step import Step
 
 
@@ -27,45 +28,42 @@ class Attention:
         self.compressor = Compressor(c, role, checkpoint, rounding) if role.owns_kv else None
         self.indexer = Indexer(c, role, checkpoint, rounding) if role.owns_index else None
         parts = [
-            checkpoint.tensor(f"{name}.wq_a.weight", c.q_lora_rank, c.hidden_size),
-            checkpoint.tensor(f"{name}.wkv.weight", c.head_dim, c.hidden_size),
+            checkpoint.matrix(f"{name}.wq_a", c.q_lora_rank, c.hidden_size),
+            checkpoint.matrix(f"{name}.wkv", c.head_dim, c.hidden_size),
         ]
-        q_parts = [checkpoint.tensor(f"{name}.wq_b.weight", heads * c.head_dim, c.q_lora_rank)]
+        q_parts = [checkpoint.matrix(f"{name}.wq_b", heads * c.head_dim, c.q_lora_rank)]
         if self.compressor is not None:
             parts.append(self.compressor.projection)
         if self.indexer is not None:
             parts.append(self.indexer.head_weights)
             q_parts.append(self.indexer.queries)
-        self.splits = [len(part) for part in parts]
-        self.w_in = torch.cat(parts)
-        self.wq_b = torch.cat(q_parts)
+        self.w_in, self.wq_b = Projection(*parts), Projection(*q_parts)
         self.q_norm = checkpoint.tensor(f"{name}.q_norm.weight", c.q_lora_rank)
         self.kv_norm = checkpoint.tensor(f"{name}.kv_norm.weight", c.head_dim)
         self.sink = checkpoint.tensor(f"{name}.attn_sink", heads)
         group_dim = heads * c.head_dim // c.o_groups
-        wo_a = checkpoint.tensor(f"{name}.wo_a.weight", c.o_groups * c.o_lora_rank, group_dim)
+        # The published code turns a quantised wo_a back into BF16 and leaves its input alone.
+        wo_a = checkpoint.matrix(f"{name}.wo_a", c.o_groups * c.o_lora_rank, group_dim).values
         self.wo_a = wo_a.view(c.o_groups, c.o_lora_rank, group_dim)
-        self.wo_b = checkpoint.tensor(f"{name}.wo_b.weight", c.hidden_size, c.o_groups * c.o_lora_rank)
+        self.wo_b = Projection(checkpoint.matrix(f"{name}.wo_b", c.hidden_size, c.o_groups * c.o_lora_rank))
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """`x` [padded rows, dim], normed -> [padded rows, dim]; writes this layer's state."""
         c, r = self.config, self.round
         rotation = step.compressed if self.role.ratio else step.window
-        projected = torch.split(linear(x, self.w_in), self.splits, 1)
+        projected = self.w_in.forward(x)
         qr = rms_norm(r(projected[0]), self.q_norm, c.rms_norm_eps, r)
-        queries = r(linear(qr, self.wq_b))
-        num_q = c.num_attention_heads * c.head_dim
-        q = queries[:, :num_q].view(len(x), c.num_attention_heads, c.head_dim)
-        q = r(rotate_(q, rotation))
+        queries = self.wq_b.forward(qr)
+        q = r(rotate_(r(queries[0]).view(len(x), c.num_attention_heads, c.head_dim), rotation))
         kv = rms_norm(r(projected[1]), self.kv_norm, c.rms_norm_eps, r)
         kv = r(fp8_qdq(r(rotate_(kv.unsqueeze(1), rotation).squeeze(1))))
         if self.compressor is not None:
             self.compressor.forward(projected[2], step)
         if self.indexer is not None:
-            step.key_sets = self.indexer.forward(queries[:, num_q:], projected[-1], step)
+            step.key_sets = self.indexer.forward(r(queries[1]), projected[-1], step)
         out = self._attend(q, kv, step)
         out = r(rotate_(out, rotation.inverse)).view(len(x), c.o_groups, -1)
-        return r(linear(r(grouped_linear(out, self.wo_a)), self.wo_b))
+        return r(self.wo_b.forward(r(grouped_linear(out, self.wo_a)))[0])
 
     def _attend(self, q: torch.Tensor, kv: torch.Tensor, step: Step) -> torch.Tensor:
         layout, layer = step.layout, self.role.layer

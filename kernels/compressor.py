@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.checkpoint import Checkpoint
+from kernels.checkpoint import Checkpoint, Weight
 from kernels.config import LayerRole, ModelConfig
 from kernels.layout import Emission
 from kernels.ops.linear import linear
@@ -23,7 +23,7 @@ class Compressor:
         parts = [checkpoint.tensor(f"{name}.compressor.wkv.weight", c.head_dim, c.hidden_size)]
         if role.ratio == 2:
             parts.append(checkpoint.tensor(f"{name}.compressor.wgate.weight", c.head_dim, c.hidden_size))
-        self.projection = torch.cat(parts)
+        self.projection = Weight(torch.cat(parts), quantized=False)
         self.norm = checkpoint.tensor(f"{name}.compressor.norm.weight", c.head_dim)
         self.wk = checkpoint.tensor(f"{name}.indexer.wk.weight", c.index_head_dim, c.head_dim)
         self.k_norm = checkpoint.tensor(f"{name}.indexer.k_norm.weight", c.index_head_dim)

@@ -7,9 +7,9 @@ import torch
 from kernels.checkpoint import Checkpoint
 from kernels.config import LayerRole, ModelConfig
 from kernels.ops.engram import HashTables, add_gated, table_rows
-from kernels.ops.linear import linear
 from kernels.ops.quant import dequantize_rows
 from kernels.ops.rounding import Rounding
+from kernels.projection import Projection
 
 
 class Engram:
@@ -24,7 +24,7 @@ class Engram:
         self.codes = checkpoint.raw(f"{name}.embed.weight", (rows, dim))
         self.scale = checkpoint.raw(f"{name}.embed.scale", (rows, dim // 32))
         width = tables.primes.numel() * dim
-        self.wkv = checkpoint.tensor(f"{name}.wkv.weight", (streams + 1) * c.hidden_size, width)
+        self.wkv = Projection(checkpoint.matrix(f"{name}.wkv", (streams + 1) * c.hidden_size, width))
         q_weight = checkpoint.tensor(f"{name}.q_weight", streams, c.hidden_size)
         self.qk_weight = q_weight * checkpoint.tensor(f"{name}.k_weight", streams, c.hidden_size)
 
@@ -33,5 +33,5 @@ class Engram:
         rows = table_rows(history, pad, self.tables)
         looked_up = dequantize_rows(self.codes[rows], self.scale[rows]).flatten(1)
         alive = (history[:, :1] >= 0).to(torch.float32)
-        projected = self.round(linear(looked_up, self.wkv))
+        projected = self.round(self.wkv.forward(looked_up)[0])
         return add_gated(streams, projected, self.qk_weight, alive, self.round)

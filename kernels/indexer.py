@@ -22,8 +22,8 @@ class Indexer:
         assert role.kv_owner is not None
         self.config, self.role, self.round, self.kv_owner = config, role, rounding, role.kv_owner
         c, name = config, f"layers.{role.layer}.attn.indexer"
-        self.queries = checkpoint.tensor(f"{name}.wq_b.weight", c.index_n_heads * c.index_head_dim, c.q_lora_rank)
-        self.head_weights = checkpoint.tensor(f"{name}.weights_proj.weight", c.index_n_heads, c.hidden_size)
+        self.queries = checkpoint.matrix(f"{name}.wq_b", c.index_n_heads * c.index_head_dim, c.q_lora_rank)
+        self.head_weights = checkpoint.matrix(f"{name}.weights_proj", c.index_n_heads, c.hidden_size)
         self.scale = c.index_head_dim**-0.5 * c.index_n_heads**-0.5
         self.writes_candidates = role.layer == c.candidate_source_layer_id
         self.reads_candidates = not self.writes_candidates and role.kv_owner == c.candidate_source_layer_id

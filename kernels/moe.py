@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from kernels.checkpoint import Checkpoint
+from kernels.checkpoint import Checkpoint, Weight
 from kernels.config import ModelConfig
 from kernels.ops.experts import activate, route, run_experts
-from kernels.ops.linear import linear
-from kernels.ops.rounding import Rounding
+from kernels.ops.quant import fp8_qdq
+from kernels.ops.rounding import Rounding, keep
+from kernels.projection import Projection
 from kernels.step import Step
 
 
@@ -18,32 +19,34 @@ class MoE:
     def __init__(self, config: ModelConfig, layer: int, checkpoint: Checkpoint, rounding: Rounding) -> None:
         self.config, self.layer, self.round = config, layer, rounding
         c, name = config, f"layers.{layer}.ffn"
-        gate = checkpoint.tensor(f"{name}.gate.weight", c.n_routed_experts, c.hidden_size)
+        gate = checkpoint.matrix(f"{name}.gate", c.n_routed_experts, c.hidden_size)
         self.bias = checkpoint.tensor(f"{name}.gate.bias", c.n_routed_experts)
 
-        def up(expert: str) -> torch.Tensor:
+        def up(expert: str) -> Weight:
             shape = (c.moe_intermediate_size, c.hidden_size)
-            return torch.cat([checkpoint.tensor(f"{name}.{expert}.{part}.weight", *shape) for part in ("w1", "w3")])
+            w1, w3 = (checkpoint.matrix(f"{name}.{expert}.{part}", *shape) for part in ("w1", "w3"))
+            return Weight(torch.cat((w1.values, w3.values)), w1.quantized)
 
-        def down(expert: str) -> torch.Tensor:
-            return checkpoint.tensor(f"{name}.{expert}.w2.weight", c.hidden_size, c.moe_intermediate_size)
+        def down(expert: str) -> Weight:
+            return checkpoint.matrix(f"{name}.{expert}.w2", c.hidden_size, c.moe_intermediate_size)
 
         routed = [f"experts.{expert}" for expert in range(c.n_routed_experts)]
-        self.w13 = torch.stack([up(expert) for expert in routed])
-        self.w2 = torch.stack([down(expert) for expert in routed])
-        self.w_in = torch.cat((gate, up("shared_experts")))
-        self.shared_w2 = down("shared_experts")
+        ups, downs = [up(expert) for expert in routed], [down(expert) for expert in routed]
+        self.w13 = torch.stack([weight.values for weight in ups])
+        self.w2 = torch.stack([weight.values for weight in downs])
+        self.quantize = fp8_qdq if ups[0].quantized else keep
+        self.w_in = Projection(up("shared_experts"), gate)
+        self.shared_w2 = Projection(down("shared_experts"))
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """`x` [padded rows, dim], normed -> [padded rows, dim]; rows that only fill a tile get the shared part."""
         c, r, num_rows = self.config, self.round, step.layout.num_rows
-        projected = linear(x, self.w_in)
-        logits = projected[:, : c.n_routed_experts]
+        shared, logits = self.w_in.forward(x)
         routes = route(logits, self.bias, c.num_experts_per_tok, c.routed_scaling_factor)
         step.record(f"layers.{self.layer}.gate_indices", routes.experts)
         step.record(f"layers.{self.layer}.gate_weights", routes.weights)
-        hidden = r(activate(r(projected[:, c.n_routed_experts :]), c.swiglu_limit))
-        out = r(linear(hidden, self.shared_w2))
+        hidden = r(activate(r(shared), c.swiglu_limit))
+        out = r(self.shared_w2.forward(hidden)[0])
         real = type(routes)(routes.experts[:num_rows], routes.weights[:num_rows])
-        out[:num_rows] += run_experts(x, real, self.w13, self.w2, c.swiglu_limit, r)
+        out[:num_rows] += run_experts(x, real, self.w13, self.w2, c.swiglu_limit, r, self.quantize)
         return r(out)

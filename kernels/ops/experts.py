@@ -39,19 +39,26 @@ def activate(h: torch.Tensor, limit: float) -> torch.Tensor:
 
 
 def run_experts(
-    x: torch.Tensor, routes: Routes, w13: torch.Tensor, w2: torch.Tensor, limit: float, rounding: Rounding
+    x: torch.Tensor,
+    routes: Routes,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    limit: float,
+    rounding: Rounding,
+    quantize: Rounding,
 ) -> torch.Tensor:
     """Sum of the picked experts' outputs for `x` [rows, dim].
 
     `w13` is [experts, 2 inter, dim], gate rows then up rows; `w2` [experts, dim, inter]. Rows are grouped by expert
-    in whole row tiles; a row's picks are added in pick order, in FP32.
+    in whole row tiles; a row's picks are added in pick order, in FP32. `quantize` is applied to the inputs of both
+    products: `fp8_qdq` for weights that are stored quantised, else `keep`.
     """
     num_rows, num_picks = routes.experts.shape
     tiles = _group(routes.experts)
-    h = rounding(_per_expert(x.index_select(0, tiles.source), w13, tiles))
+    h = rounding(_per_expert(quantize(x).index_select(0, tiles.source), w13, tiles))
     h = activate(h, limit)
     weights = routes.weights.reshape(-1)[tiles.route]
-    out = rounding(_per_expert(rounding(h.mul_(weights.unsqueeze(1))), w2, tiles))
+    out = rounding(_per_expert(quantize(rounding(h.mul_(weights.unsqueeze(1)))), w2, tiles))
     picked = out.index_select(0, tiles.place).view(num_rows, num_picks, -1)
     total = picked[:, 0]
     for pick in range(1, num_picks):

@@ -11,6 +11,7 @@ _INV_448 = torch.tensor(1 / 448)
 _INV_6 = torch.tensor(1 / 6)
 _SIX = torch.tensor(_FP4_MAX)
 _HALF = torch.tensor(0.5)
+_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 
 
 def fp8_qdq(x: torch.Tensor) -> torch.Tensor:
@@ -42,6 +43,19 @@ def dequantize_rows(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Rows of an E4M3 table `[rows, dim]` with E8M0 scales `[rows, dim / 32]` -> fp32; every value fits BF16."""
     groups = codes.to(torch.float32).view(*scale.shape, 32)
     return (groups * scale.to(torch.float32).unsqueeze(-1)).flatten(-2)
+
+
+def dequantize_blocks(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """An E4M3 matrix `[n, k]` with an E8M0 scale per 32 x 32 block `[ceil(n / 32), k / 32]` -> fp32, exact."""
+    wide = scale.to(torch.float32).repeat_interleave(32, 0)[: len(codes)].repeat_interleave(32, 1)
+    return codes.to(torch.float32) * wide
+
+
+def dequantize_fp4(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """A packed E2M1 matrix `[n, k / 2]`, low nibble first, E8M0 scale per row and 32 columns `[n, k / 32]` -> fp32."""
+    code = packed.view(torch.uint8).to(torch.int64)
+    values = _E2M1[torch.stack((code & 15, code >> 4), -1).flatten(1)]
+    return values * scale.to(torch.float32).repeat_interleave(32, 1)
 
 
 def _power_of_two_above(x: torch.Tensor) -> torch.Tensor:

@@ -52,7 +52,11 @@ def test_shards_and_fp32_norm_weights_load_alike(folder: Path, mini: Model) -> N
         (lambda t: t.update({"norm.weight": torch.ones(95)}), "norm.weight has shape [95], expected [96]"),
         (
             lambda t: t.update({"layers.0.attn.wkv.weight": t["layers.0.attn.wkv.weight"].to(torch.float8_e4m3fn)}),
-            "layers.0.attn.wkv.weight",
+            "layers.0.attn.wkv.scale is missing",
+        ),
+        (
+            lambda t: t.update({"layers.0.attn_norm.weight": torch.ones(96).to(torch.float8_e4m3fn)}),
+            "layers.0.attn_norm.weight is torch.float8_e4m3fn, expected BF16 or FP32",
         ),
     ],
 )

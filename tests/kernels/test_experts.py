@@ -3,7 +3,6 @@ import torch
 
 from kernels.model import Model
 from kernels.ops.experts import Routes, activate, route, run_experts
-from kernels.ops.linear import linear
 from kernels.ops.rounding import keep
 from tests.kernels.conftest import golden
 
@@ -14,14 +13,14 @@ def test_gate_and_experts_of_a_layer(mini_bf16: Model, layer: int) -> None:
     data = {k.removeprefix(f"layers.{layer}."): v for k, v in golden("mini/moe_mhc").items()}
     moe, config = mini_bf16.blocks[layer].moe, mini_bf16.config
     x = data["x"].float()
-    logits = linear(x, moe.w_in)[:, : config.n_routed_experts]
+    _, logits = moe.w_in.forward(x)
     routes = route(logits, moe.bias, config.num_experts_per_tok, config.routed_scaling_factor)
     got, want = routes.experts.sort(-1), data["gate_indices"].long().sort(-1)
     assert torch.equal(got.values, want.values)
     weights = data["gate_weights"].gather(1, want.indices)
     torch.testing.assert_close(routes.weights.gather(1, got.indices), weights, rtol=0, atol=1e-6)
     only = Routes(torch.zeros(20, 1, dtype=torch.int64), torch.full((20, 1), 0.7))
-    first = run_experts(x, only, moe.w13, moe.w2, config.swiglu_limit, mini_bf16.round)
+    first = run_experts(x, only, moe.w13, moe.w2, config.swiglu_limit, mini_bf16.round, keep)
     want_first = data["expert0_out_w0.7"].float()
     assert (first - want_first).square().mean().sqrt() <= 0.01 * want_first.square().mean().sqrt()
 
@@ -39,9 +38,9 @@ def test_grouping_equals_one_row_at_a_time() -> None:
     w13, w2 = torch.randn(7, 64, 64, generator=generator), torch.randn(7, 64, 32, generator=generator)
     picked = torch.stack([torch.randperm(7, generator=generator)[:3] for _ in range(37)])
     routes = Routes(picked, torch.rand(37, 3, generator=generator))
-    together = run_experts(x, routes, w13, w2, 10.0, keep)
+    together = run_experts(x, routes, w13, w2, 10.0, keep, keep)
     alone = [
-        run_experts(x[i : i + 1], Routes(picked[i : i + 1], routes.weights[i : i + 1]), w13, w2, 10.0, keep)
+        run_experts(x[i : i + 1], Routes(picked[i : i + 1], routes.weights[i : i + 1]), w13, w2, 10.0, keep, keep)
         for i in range(37)
     ]
     assert torch.equal(together, torch.cat(alone))
