@@ -247,6 +247,21 @@ def test_receipts_come_even_after_the_last_stream_ended(run_async: Run) -> None:
     run_async(main())
 
 
+def test_what_may_not_be_sent_yet_keeps_gathering(run_async: Run) -> None:
+    async def main() -> None:
+        async with pair() as (writer, reader, batches, _):
+            stream, name = reader.open(1, stall_s=60), STREAM.at("g1").name
+            out = writer.open(STREAM.at("g1"), 1)
+            out.put(b"a")
+            assert await writer.flush(lambda destination: destination != name) == []
+            out.put(b"b", is_last=True)
+            assert await writer.flush(lambda destination: destination == name) == [name]
+            assert [item.body for item in await read(stream)] == [b"a", b"b"]
+            assert len(batches) == 1
+
+    run_async(main())
+
+
 def test_batches_are_split_at_the_size_contract_and_large_items_go_by_handle(run_async: Run) -> None:
     async def main() -> None:
         async with pair() as (writer, reader, batches, _):
@@ -290,9 +305,9 @@ def test_a_destination_that_is_gone_is_reported_once(run_async: Run) -> None:
             await asyncio.sleep(0)
             assert fates == [(STREAM.at("g2").name, False)]
             out.put(b"b")
-            assert await writer.flush() == 0
+            assert await writer.flush() == []
             assert writer._gathered == {}
             writer.open(STREAM.at("g2"), 2).put(b"c")  # it may come back
-            assert await writer.flush() == 1
+            assert len(await writer.flush()) == 1
 
     run_async(main())
