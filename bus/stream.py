@@ -160,17 +160,17 @@ class StreamWriter:
             self._gathered[address.name] = gathered
         return OutStream(self, gathered, stream_id)
 
-    async def flush(self) -> int:
-        """Send all that was gathered; the number of messages."""
-        num_sent = 0
+    async def flush(self, may_send: Callable[[str], bool] = lambda destination: True) -> list[str]:
+        """Send all that was gathered for the destinations that `may_send`; the destination of each message sent."""
+        sent: list[str] = []
         for gathered in list(self._gathered.values()):
-            if gathered.items:
+            if gathered.items and may_send(gathered.address.name):
                 batches = list(gathered.batches())
                 gathered.clear()
                 for batch in batches:
                     await self._bus.tell(gathered.address, batch, on_fate=gathered.on_fate)
-                    num_sent += 1
-        return num_sent
+                    sent.append(gathered.address.name)
+        return sent
 
     def _heard(self, destination: str, is_taken: bool) -> None:
         if not is_taken:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import logging
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ from actors.recipe.converter import Converter, Prepared
 from actors.recipe.doors import SENTINEL, Door, GatewayDoor, InboxDoor
 from actors.recipe.fields import Refusal
 from actors.recipe.front import cancel_body, read_call, read_cancel
-from actors.recipe.requests import OpenRequest, OpenRequests, Outcome, resends, shard_of
+from actors.recipe.requests import OpenRequest, OpenRequests, Outcome, resends, resent, shard_of
 from actors.rules.errors import error_body
 from actors.rules.owner import Members, choose
 from actors.rules.window import Window
@@ -35,7 +35,6 @@ from schemas.message import Role
 from schemas.request import Cancel, CancelAcknowledged, CancelReason, Resend, Taken, TokensEmitted
 from schemas.routing import LoadReported, ReportLoad
 
-log = logging.getLogger("shoal.recipe")
 tracer = trace.get_tracer("shoal")
 T = TypeVar("T")
 
@@ -58,7 +57,8 @@ class Recipe(Actor):
         self._bulk = bulk
         self._converter = Converter(card)
         self._open = OpenRequests()
-        self._roads: dict[str, tuple[StreamWriter, Window]] = {}
+        self._writer = StreamWriter(bus, bulk, self._on_gateway_fate)
+        self._windows: defaultdict[str, Window] = defaultdict(Window)  # by gateway's address
         self._outbox: list[tuple[InboxDoor, bytes]] = []
         self._shards = Members()
         self._strikes: dict[str, int] = {}
@@ -99,10 +99,8 @@ class Recipe(Actor):
 
     async def flush(self) -> None:
         now_s = self._now_s()
-        for writer, window in list(self._roads.values()):
-            if window.may_send(now_s):
-                for _ in range(await writer.flush()):
-                    window.sent(now_s)
+        for destination in await self._writer.flush(lambda destination: self._windows[destination].may_send(now_s)):
+            self._windows[destination].sent(now_s)
         messages, self._outbox[:] = list(self._outbox), []
         for door, body in messages:
             await self.bus.publish(door.inbox, body, on_fate=door.on_fate)
@@ -117,7 +115,7 @@ class Recipe(Actor):
         if call.protocol in (Protocol.MODELS, Protocol.COUNT_TOKENS):
             self.spawn(self._answer(call, envelope))
             return
-        stream = self._writer(call.gateway).open(STREAM.at(call.gateway), call.stream_id)
+        stream = self._writer.open(STREAM.at(call.gateway), call.stream_id)
         self.spawn(self._serve(call, GatewayDoor(call.gateway, stream), envelope.context, envelope))
 
     async def _answer(self, call: Call, envelope: Envelope) -> None:
@@ -143,11 +141,10 @@ class Recipe(Actor):
                 prepared = await self._compute(call, self._converter.prepare, call.protocol, call.body, seed)
                 request.begin(self._converter, prepared, self.bus.seams.clock_ns() // 10**9)
                 await self._submit(request, call, prepared)
-        except (Refusal, BusError) as error:
-            await self._refuse_request(request, error.failure, envelope)
-        else:
             if envelope is not None:
                 await envelope.answer(request.called(self.id, prepared.ignored))
+        except (Refusal, BusError) as error:
+            await self._refuse_request(request, error.failure, envelope)
 
     async def _submit(self, request: OpenRequest, call: Call, prepared: Prepared) -> None:
         """Give the request to the shard its id belongs to; to the next one if that is gone. Raises BusError."""
@@ -184,13 +181,13 @@ class Recipe(Actor):
 
     def _on_public_delivery(self, protocol: Protocol, delivery: Delivery) -> None:
         if delivery.reply:  # else there is nobody to answer
-            fresh_id = f"{self.bus.seams.random.getrandbits(128):032x}"
-            call, trace_headers = read_call(protocol, delivery.body, delivery.headers, fresh_id)
+            bits = self.bus.seams.random.getrandbits(128)
+            call, trace_headers = read_call(protocol, delivery.body, delivery.headers, f"{bits:032x}")
             self.enqueue(self._on_public, call, delivery._replace(headers=trace_headers), is_ask=False)
 
     def _refuse(self, delivery: Delivery, failure: Failure) -> None:
         if delivery.subject.startswith(subjects.API_PREFIX):
-            protocol = Protocol(delivery.subject.removeprefix(subjects.API_PREFIX))
+            protocol = Protocol(delivery.subject.rpartition(".")[2])
             self.spawn(self._reply(delivery.reply, error_body(protocol, failure, "")))
         else:
             super()._refuse(delivery, failure)
@@ -219,14 +216,11 @@ class Recipe(Actor):
         was_running = False
         for request_id in candidates:
             request = self._open.get(request_id)
-            shards = [request.shard] if request else self._shards.alive(self._now_s())
             if request is not None:
                 was_running = request.is_cancelled = True
-            for shard in filter(None, shards):
+            for shard in [request.shard] if request and request.shard else self._shards.alive(self._now_s()):
                 was_running |= await self._cancel_at(shard, request_id, CancelReason.CLIENT)
         await self._reply(inbox, cancel_body(id, was_running))
-
-    # Tokens and ends
 
     async def _on_tokens(self, emitted: TokensEmitted, envelope: Envelope) -> Taken:
         self._apply(emitted)
@@ -279,32 +273,27 @@ class Recipe(Actor):
 
     async def _cancel_at(self, shard: str, request_id: str, reason: CancelReason) -> bool:
         """Tell the shard until it acknowledges, or is gone. True if the request was running there."""
-        cancel = Cancel(request_id=request_id, reason=reason)
         for _ in range(MAX_STRIKES):
             try:
+                cancel = Cancel(request_id=request_id, reason=reason)
                 return (await self.bus.ask(CANCEL.at(shard), cancel, timeout_s=ASK_TIMEOUT_S)).was_running
             except BusError as error:
                 if error.code is not Code.DEADLINE_EXCEEDED:
                     break
         return False
 
-    # Who comes and goes
-
-    def _writer(self, gateway: str) -> StreamWriter:
-        if gateway not in self._roads:
-            on_fate = functools.partial(self._on_gateway_fate, gateway)
-            self._roads[gateway] = StreamWriter(self.bus, self._bulk, on_fate), Window()
-        return self._roads[gateway][0]
-
-    def _on_gateway_fate(self, gateway: str, address: str, is_taken: bool) -> None:
+    def _on_gateway_fate(self, destination: str, is_taken: bool) -> None:
         """A receipt opens the window to a gateway. Nobody there: its clients are gone with it."""
-        if not is_taken:
-            self._roads.pop(gateway, None)
-            for request in self._open.of_gateway(gateway):
-                self.spawn(self._abandon(request, CancelReason.CLIENT_GONE))
-        elif gateway in self._roads:
-            self._roads[gateway][1].taken(self._now_s())
+        if is_taken:
+            self._windows[destination].taken(self._now_s())
             self.wake()
+        else:
+            self._windows.pop(destination, None)
+            self._lose_gateway(destination.split(".")[2])
+
+    def _lose_gateway(self, gateway: str) -> None:
+        for request in self._open.of_gateway(gateway):
+            self.spawn(self._abandon(request, CancelReason.CLIENT_GONE))
 
     def _on_inbox_fate(self, request_id: str, is_taken: bool) -> None:
         request = self._open.get(request_id)
@@ -325,9 +314,11 @@ class Recipe(Actor):
         for member in exited.members:
             role, _, id = member.partition("/")
             if role == Role.ENTRYPOINT:
-                self._lose(id)
+                self._lose_shard(id)
+            elif role == Role.GATEWAY:
+                self._lose_gateway(id)
 
-    def _lose(self, shard: str) -> None:
+    def _lose_shard(self, shard: str) -> None:
         self._shards.forget(shard)
         self._strikes.pop(shard, None)
         failure = Failure(code=Code.WORKER_LOST, message=f"the entrypoint {shard} that held the request was lost")
@@ -346,8 +337,6 @@ class Recipe(Actor):
 
     async def _resend(self, shard: str, requests: list[OpenRequest], resend: Resend) -> None:
         """Ask a shard for what was missed of these requests; find out whether it is there, and knows them."""
-        for request in requests:
-            request.is_resending = True
         try:
             self._apply(await self.bus.ask(RESEND.at(shard), resend, timeout_s=ASK_TIMEOUT_S))
             self._strikes.pop(shard, None)
@@ -355,11 +344,8 @@ class Recipe(Actor):
         except BusError as error:
             self._strikes[shard] = self._strikes.get(shard, 0) + 1
             if error.code is Code.NO_RESPONDERS or self._strikes[shard] >= MAX_STRIKES:
-                self._lose(shard)
-        for request in requests:
-            request.is_resending = False
-            if request.is_behind:
-                request.last_event_s = 0.0  # asked after again at the next look
+                self._lose_shard(shard)
+        resent(requests)
 
     def _now_s(self) -> float:
         return asyncio.get_running_loop().time()

@@ -243,8 +243,18 @@ def resends(requests: list[OpenRequest]) -> Iterator[tuple[str, list[OpenRequest
     for shard, all_of_it in shards.items():
         for start in range(0, len(all_of_it), RESEND_REQUESTS):
             some = all_of_it[start : start + RESEND_REQUESTS]
+            for request in some:
+                request.is_resending = True
             ids, indexes = [r.id for r in some], [r.next_index for r in some]
             yield shard, some, Resend(request_ids=ids, first_indexes=indexes, epochs=[0] * len(some))
+
+
+def resent(requests: list[OpenRequest]) -> None:
+    """The question about these was answered, or not. What is behind still is asked after at the next look."""
+    for request in requests:
+        request.is_resending = False
+        if request.is_behind:
+            request.last_event_s = float("-inf")
 
 
 def shard_of(emitted: TokensEmitted) -> str:

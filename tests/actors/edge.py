@@ -38,6 +38,10 @@ from schemas.request import (
     TokensEmitted,
 )
 
+CHAT = Protocol.CHAT_COMPLETIONS
+BODY: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
+STREAM = {**BODY, "stream": True}
+STOP = Finished(reason=FinishReason.STOP)
 CONTEXT_TOKENS = 2048
 TIMEOUT_S = 10.0
 
@@ -245,3 +249,20 @@ async def edge(card: ModelCard, *, keys: str = "", text: str = "Hello there!") -
             await bus.close()
         for task in crashed:
             task.result()
+
+
+def content(events: list[dict[str, Any]]) -> str:
+    return "".join(event["choices"][0]["delta"].get("content") or "" for event in events)
+
+
+@asynccontextmanager
+async def silent(card: ModelCard) -> AsyncIterator[Edge]:
+    """An edge whose entrypoint waits for the test to speak."""
+    async with edge(card) as system:
+        system.entrypoint.is_silent = True
+        yield system
+
+
+async def submitted(entrypoint: FakeEntrypoint, num: int = 1) -> list[str]:
+    await entrypoint.until(lambda: len(entrypoint.submitted) >= num)
+    return list(entrypoint.submitted)

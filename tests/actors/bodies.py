@@ -1,0 +1,22 @@
+"""Request bodies of the three protocols."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from actors.recipe.converter import Converter, Prepared
+from schemas.api import Protocol
+
+CHAT, RESPONSES, MESSAGES = Protocol.CHAT_COMPLETIONS, Protocol.RESPONSES, Protocol.MESSAGES
+GENERATING = (CHAT, RESPONSES, MESSAGES)
+ID = "0123456789abcdef0123456789abcdef"
+
+
+def body(protocol: Protocol, text: str = "Hi", **fields: Any) -> dict[str, Any]:
+    given = {"input": text} if protocol is RESPONSES else {"messages": [{"role": "user", "content": text}]}
+    return {"model": "tiny", **given, **fields}
+
+
+def prepare(converter: Converter, protocol: Protocol, text: str = "Hi", **fields: Any) -> Prepared:
+    return converter.prepare(protocol, json.dumps(body(protocol, text, **fields)).encode(), 7)

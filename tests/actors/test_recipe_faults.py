@@ -1,0 +1,150 @@
+"""The recipe when tokens, ends, shards and gateways get lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from actors.recipe import requests
+from actors.recipe.card import ModelCard
+from bus.subjects import EXITED, LOAD, RECIPE_TOKENS
+from schemas.failure import Code, Failure
+from schemas.liveness import ProcessExited
+from schemas.message import Role
+from schemas.request import CancelReason, Failed, TokensEmitted
+from schemas.routing import LoadReported
+from tests.actors.edge import CHAT, STOP, STREAM, FakeEntrypoint, content, silent, submitted
+from tests.conftest import Run
+
+
+def test_a_stop_sequence_ends_the_request_at_the_shard(run_async: Run, card: ModelCard) -> None:
+    async def main() -> None:
+        async with silent(card) as system:
+            client = await system.client()
+            await client.send(CHAT, {**STREAM, "stop": "there"})
+            [id] = await submitted(system.entrypoint)
+            for token in system.entrypoint.answer:
+                await system.entrypoint.emit(id, [token])
+            events = await client.all()
+            assert content(events) == "Hello "
+            assert events[-1]["choices"][0]["finish_reason"] == "stop"
+            await system.entrypoint.until(lambda: id in system.entrypoint.cancelled)
+            assert system.entrypoint.cancelled[id].reason is CancelReason.STOP_SEQUENCE
+
+    run_async(main())
+
+
+def test_repeated_and_lost_tokens(run_async: Run, card: ModelCard) -> None:
+    async def main() -> None:
+        async with silent(card) as system:
+            entrypoint = system.entrypoint
+            client = await system.client()
+            await client.send(CHAT, STREAM)
+            [id] = await submitted(entrypoint)
+            answer = entrypoint.answer
+            await entrypoint.emit(id, answer[:2])
+            again = TokensEmitted(
+                source="entrypoint/e0", request_ids=[id], epochs=[1], first_indexes=[0], counts=[2], tokens=answer[:2]
+            )
+            await entrypoint.bus.tell(RECIPE_TOKENS.at("rc0"), again)
+            await entrypoint.emit(id, answer[2:3], is_lost=True)
+            await entrypoint.emit(id, answer[3:], STOP)
+            assert content(await client.all()) == "Hello there!"
+            assert [resend.first_indexes for resend in entrypoint.resends] == [[2]]
+
+    run_async(main())
+
+
+def test_a_lost_end_is_found(run_async: Run, card: ModelCard, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "SILENCE_S", 0.2)
+
+    async def main() -> None:
+        async with silent(card) as system:
+            client = await system.client()
+            await client.send(CHAT, STREAM)
+            [id] = await submitted(system.entrypoint)
+            await system.entrypoint.emit(id, system.entrypoint.answer, STOP, is_lost=True)
+            assert content(await client.all()) == "Hello there!"
+
+    run_async(main())
+
+
+def test_a_shard_that_forgot(run_async: Run, card: ModelCard) -> None:
+    """A restarted shard says so of the requests it does not know."""
+
+    async def main() -> None:
+        async with silent(card) as system:
+            client = await system.client()
+            await client.send(CHAT, STREAM)
+            [id] = await submitted(system.entrypoint)
+            del system.entrypoint.held[id]
+            report = LoadReported(role=Role.ENTRYPOINT, id="e0", incarnation="new", seq=1, pid=1, host="h")
+            await system.entrypoint.bus.tell(LOAD.at(Role.ENTRYPOINT), report)
+            assert (await client.all())[0]["error"]["code"] == "worker_lost"
+
+    run_async(main())
+
+
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_a_shard_that_died(run_async: Run, card: ModelCard, has_begun: bool) -> None:
+    async def main() -> None:
+        async with silent(card) as system:
+            client = await system.client()
+            await client.send(CHAT, STREAM)
+            [id] = await submitted(system.entrypoint)
+            if has_begun:
+                await system.entrypoint.emit(id, [300])
+                await client.next()
+            await system.kill("e")
+            bus = system.gateway.bus
+            exited = ProcessExited(name="front", pid=1, members=["entrypoint/e0"])
+            await bus.tell(EXITED.all(), exited)
+            assert (await client.all())[-1]["error"]["code"] == "worker_lost"
+            await client.send(CHAT, STREAM)
+            assert (await client.all())[0]["error"]["code"] == "no_responders"
+
+    run_async(main())
+
+
+def test_a_shard_that_fails_or_refuses(run_async: Run, card: ModelCard) -> None:
+    async def main() -> None:
+        async with silent(card) as system:
+            client = await system.client()
+            await client.send(CHAT, STREAM)
+            [id] = await submitted(system.entrypoint)
+            await system.entrypoint.emit(id, [300])
+            failure = Failure(code=Code.NO_REPLICA, message="no decode replica")
+            await system.entrypoint.emit(id, [], Failed(failure=failure))
+            assert (await client.all())[-1]["error"]["message"] == "no decode replica"
+            system.entrypoint.refusal = Failure(code=Code.OVERLOADED, message="too many")
+            await client.send(CHAT, STREAM)
+            assert (await client.all())[0]["error"]["code"] == "overloaded"
+
+    run_async(main())
+
+
+def test_tokens_of_unknown_requests_are_cancelled(run_async: Run, card: ModelCard) -> None:
+    async def main() -> None:
+        async with silent(card) as system:
+            entrypoint = system.entrypoint
+            entrypoint.held["lost"] = ([], None)
+            emitted = TokensEmitted(
+                source="entrypoint/e0", request_ids=["lost"], epochs=[1], first_indexes=[5], counts=[1], tokens=[9]
+            )
+            await entrypoint.bus.tell(RECIPE_TOKENS.at("rc0"), emitted)
+            await entrypoint.until(lambda: "lost" in entrypoint.cancelled)
+
+    # Cancelled{} for it comes back to nobody: the fake has no recipe to tell.
+    async def quiet() -> None:
+        original = FakeEntrypoint.emit
+
+        async def emit(self: FakeEntrypoint, request_id: str, *args: Any, **kwargs: Any) -> None:
+            if request_id in self.submitted:
+                await original(self, request_id, *args, **kwargs)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(FakeEntrypoint, "emit", emit)
+            await main()
+
+    run_async(quiet())
