@@ -176,7 +176,10 @@ class NatsWire:
                 return
         client.send(command)
         if client.pending_data_size > HIGH_WATER_BYTES and client.is_connected:
-            await self.flush()
+            try:
+                await self.flush()
+            except BusError as error:  # it is queued all the same: a tell does not fail because the broker is slow
+                log.warning("%d bytes wait for the broker: %s", client.pending_data_size, error)
 
     async def subscribe(
         self, subject: str, on_delivery: Callable[[Delivery], None], *, queue: str = ""
