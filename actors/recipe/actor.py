@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 from msgspec import structs
 from opentelemetry import trace
@@ -36,7 +36,6 @@ from schemas.request import Cancel, CancelAcknowledged, CancelReason, Resend, Ta
 from schemas.routing import LoadReported, ReportLoad
 
 tracer = trace.get_tracer("shoal")
-T = TypeVar("T")
 
 INLINE_BODY_BYTES = 8 * 1024
 """Larger bodies are encoded in a thread: 64 KiB take about 30 ms (the library lets go of the interpreter lock)."""
@@ -61,7 +60,7 @@ class Recipe(Actor):
         self._windows: defaultdict[str, Window] = defaultdict(Window)  # by gateway's address
         self._outbox: list[tuple[InboxDoor, bytes]] = []
         self._shards = Members()
-        self._strikes: dict[str, int] = {}
+        self._strikes: Counter[str] = Counter()
         self._public: list[Callable[[], Any]] = []
 
     def handlers(self) -> Mapping[Subject[Any, Any], Handler]:
@@ -107,8 +106,6 @@ class Recipe(Actor):
             if body == SENTINEL:
                 self.bus.forget(door.inbox, door.on_fate)
 
-    # Calls
-
     async def _on_call(self, call: Call, envelope: Envelope) -> None:
         if self.is_draining:
             raise fail(Code.SHUTTING_DOWN, f"recipe {self.id} takes no new requests")
@@ -122,7 +119,7 @@ class Recipe(Actor):
         answer = await self._compute(call, self._converter.answer, call)
         await (envelope.answer(answer) if call.gateway else self._reply(envelope.reply_to, answer.body))
 
-    async def _compute(self, call: Call, work: Callable[..., T], *args: Any) -> T:
+    async def _compute(self, call: Call, work: Callable[..., Any], *args: Any) -> Any:
         """Run a conversion; beside the loop if it is long."""
         if len(call.body) <= INLINE_BODY_BYTES:
             return work(*args)
@@ -138,7 +135,7 @@ class Recipe(Actor):
                 raise fail(Code.DUPLICATE_REQUEST, "a request with this id is still running")
             with trace.use_span(span, end_on_exit=False):
                 seed = self.bus.seams.random.getrandbits(63)
-                prepared = await self._compute(call, self._converter.prepare, call.protocol, call.body, seed)
+                prepared: Prepared = await self._compute(call, self._converter.prepare, call.protocol, call.body, seed)
                 request.begin(self._converter, prepared, self.bus.seams.clock_ns() // 10**9)
                 await self._submit(request, call, prepared)
             if envelope is not None:
@@ -177,8 +174,6 @@ class Recipe(Actor):
             self._close(request, outcome)
             await envelope.answer(outcome.answer())
 
-    # Calls of NATS clients
-
     def _on_public_delivery(self, protocol: Protocol, delivery: Delivery) -> None:
         if delivery.reply:  # else there is nobody to answer
             bits = self.bus.seams.random.getrandbits(128)
@@ -199,7 +194,7 @@ class Recipe(Actor):
             self.spawn(self._answer(call, envelope))
         else:
             on_fate = functools.partial(self._on_inbox_fate, call.request_id)
-            door = InboxDoor(envelope.reply_to, self._outbox, on_fate)
+            door = InboxDoor(envelope.reply_to, self._outbox, on_fate, self.bus.wire.max_payload)
             self.spawn(self._serve(call, door, envelope.context, None))
 
     async def _reply(self, inbox: str, body: bytes) -> None:
@@ -229,12 +224,15 @@ class Recipe(Actor):
     def _apply(self, emitted: TokensEmitted) -> None:
         outcomes, unknown = self._open.apply(emitted, self._now_s())
         for request, outcome in outcomes:
-            if outcome.is_last:
-                self._over(request, outcome)
-            elif outcome.items:
-                request.door.put(outcome.items)
-            elif outcome.is_gap and not request.is_resending:
-                self._ask_after([request])
+            try:
+                if outcome.is_last:
+                    self._over(request, outcome)
+                elif outcome.items:
+                    request.door.put(outcome.items)
+                elif outcome.is_gap and not request.is_resending:
+                    self._ask_after([request])
+            except BusError:  # too much is held for pulling: this request gives way, the others go on
+                self.spawn(self._abandon(request, CancelReason.CLIENT_GONE))
         for request_id in unknown:
             self.spawn(self._cancel_at(shard_of(emitted), request_id, CancelReason.CLIENT_GONE))
 
@@ -252,8 +250,6 @@ class Recipe(Actor):
         self._open.remove(request)
         if usage := request.close(outcome, self._now_s()):
             record_request(**usage)
-
-    # Cancelling
 
     async def _on_cancel(self, cancel: Cancel, envelope: Envelope) -> CancelAcknowledged | None:
         request = self._open.get(cancel.request_id)
@@ -342,7 +338,7 @@ class Recipe(Actor):
             self._strikes.pop(shard, None)
             self.wake()
         except BusError as error:
-            self._strikes[shard] = self._strikes.get(shard, 0) + 1
+            self._strikes[shard] += 1
             if error.code is Code.NO_RESPONDERS or self._strikes[shard] >= MAX_STRIKES:
                 self._lose_shard(shard)
         resent(requests)

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol as Interface
+
+from actors.rules.errors import error_body
+from schemas.api import Protocol
+from schemas.failure import Code, Failure
 
 SENTINEL = b""
 """The empty payload that ends every reply to a NATS client (ADR-47)."""
 
 
-class Stream(Protocol):
+SEQ_BYTES = 32
+"""What the number adds to an event, at most."""
+
+
+class Stream(Interface):
     """The sending end of a stream to a gateway (bus/stream.py)."""
 
     stream_id: int
@@ -47,18 +55,25 @@ class InboxDoor:
 
     Each event of a stream is one message with `"seq": n` in front of its first field; a request that is not streamed
     gets one message. The sentinel follows in both cases. `on_fate` hears when nobody listens there any more.
+    A message over `max_bytes` (the broker's limit) is replaced by an error.
     """
 
-    def __init__(self, inbox: str, outbox: list[tuple[InboxDoor, bytes]], on_fate: Callable[[bool], None]) -> None:
+    def __init__(
+        self, inbox: str, outbox: list[tuple[InboxDoor, bytes]], on_fate: Callable[[bool], None], max_bytes: int
+    ) -> None:
         self.inbox = inbox
         self.on_fate = on_fate
         self.is_stream = False
         self._outbox = outbox
+        self._max_bytes = max_bytes
         self._seq = 0
 
     def put(self, items: list[bytes], *, is_last: bool = False, status: int = 200) -> None:
         """See `GatewayDoor.put`; the status is not sent, the body of an error says it all."""
         for item in items:
+            if len(item) > self._max_bytes - SEQ_BYTES:
+                failure = Failure(code=Code.TOO_LARGE, message=f"this message has {len(item)} bytes")
+                item = error_body(Protocol.CHAT_COMPLETIONS, failure, "")
             body = b'{"seq":%d,' % self._seq + item[1:] if self.is_stream else item
             self._outbox.append((self, body))
             self._seq += 1
