@@ -51,18 +51,20 @@ class Attention:
         """`x` [padded rows, dim], normed -> [padded rows, dim]; writes this layer's state."""
         c, r = self.config, self.round
         rotation = step.compressed if self.role.ratio else step.window
+        rows, heads = x.shape[0], c.num_attention_heads
         projected = self.w_in.forward(x)
         qr = rms_norm(r(projected[0]), self.q_norm, c.rms_norm_eps, r)
-        queries = self.wq_b.forward(qr)
-        q = r(rotate_(r(queries[0]).view(len(x), c.num_attention_heads, c.head_dim), rotation))
         kv = rms_norm(r(projected[1]), self.kv_norm, c.rms_norm_eps, r)
-        kv = r(fp8_qdq(r(rotate_(kv.unsqueeze(1), rotation).squeeze(1))))
+        queries = self.wq_b.forward(qr)
+        both = torch.cat((r(queries[0]).view(rows, heads, c.head_dim), kv.unsqueeze(1)), 1)
+        both = r(rotate_(both, rotation))
+        q, kv = both[:, :heads], r(fp8_qdq(both[:, heads]))
         if self.compressor is not None:
             self.compressor.forward(projected[2], step)
         if self.indexer is not None:
             step.key_sets = self.indexer.forward(r(queries[1]), projected[-1], step)
         out = self._attend(q, kv, step)
-        out = r(rotate_(out, rotation.inverse)).view(len(x), c.o_groups, -1)
+        out = r(rotate_(out, rotation.inverse)).view(rows, c.o_groups, -1)
         return r(self.wo_b.forward(r(grouped_linear(out, self.wo_a)))[0])
 
     def _attend(self, q: torch.Tensor, kv: torch.Tensor, step: Step) -> torch.Tensor:

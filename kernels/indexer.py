@@ -37,7 +37,7 @@ class Indexer:
         if self.writes_candidates:
             step.candidates = [None] * len(layout.groups)
         visible = layout.visible(self.role.ratio)
-        q = queries.view(len(queries), c.index_n_heads, c.index_head_dim)
+        q = queries.view(queries.shape[0], c.index_n_heads, c.index_head_dim)
         q = fp4_e8m0_qdq(r(rotate_(q, step.compressed)))
         weights = r(r(weights) * self.scale)
         picks = []
@@ -64,10 +64,10 @@ class Indexer:
         """Scores of whole key tiles, as many as hold the `most` visible rows: [rows, tiles * KEY_TILE]."""
         cache = step.pool.index_k[self.kv_owner]
         tiles = range(0, max(most, 1), index.KEY_TILE)
-        values = torch.full((len(q), len(tiles) * index.KEY_TILE), -torch.inf)
+        values = torch.full((q.shape[0], len(tiles) * index.KEY_TILE), -torch.inf)
         for start in tiles:
             keys = cache[group.slots, start : start + index.KEY_TILE].to(q.dtype)
-            each = keys.unsqueeze(1).expand(-1, group.length, -1, -1).reshape(len(q), *keys.shape[1:])
+            each = keys.unsqueeze(1).expand(-1, group.length, -1, -1).reshape(q.shape[0], *keys.shape[1:])
             # In one segment the first rows of a chunk do not reach the later tiles.
             skip = max(0, start * self.role.ratio - group.start_position) if group.num_segments == 1 else 0
             columns = slice(start, start + index.KEY_TILE)

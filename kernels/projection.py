@@ -30,5 +30,7 @@ class Projection:
             outputs.append(linear(fp8_qdq(x), self.quantized))
         if self.plain is not None:
             outputs.append(linear(x, self.plain))
+        if len(self.sizes) == 1:
+            return outputs
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
-        return torch.split(joined, self.sizes, 1)
+        return joined.split_with_sizes(self.sizes, 1)

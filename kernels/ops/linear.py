@@ -42,7 +42,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def grouped_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`x` [rows, groups, k] with a weight [groups, n, k] each -> [rows, groups * n]."""
-    return torch.cat([linear(x[:, group].contiguous(), weight[group]) for group in range(len(weight))], 1)
+    return torch.cat([linear(x[:, group].contiguous(), weight[group]) for group in range(weight.shape[0])], 1)
 
 
 def _tiles(x: torch.Tensor, weight: torch.Tensor, tile: int) -> torch.Tensor:

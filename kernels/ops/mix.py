@@ -85,7 +85,7 @@ def _division_by_sums(array: _Array, axis: int, guard: _Array) -> list[_Call]:
     while num > 1:
         half = num // 2
         first = cut(source, 0, half)
-        out = np.empty_like(first)
+        out = np.empty(first.shape, dtype=np.float32)
         calls.append((np.add, first, cut(source, half, 2 * half), out))
         if num % 2:
             calls.append((np.add, cut(out, 0, 1), cut(source, num - 1, num), cut(out, 0, 1)))
