@@ -14,6 +14,7 @@ from torch.nn import functional
 
 ROW_TILE = 4  # below 4 rows MKL sums in another order (a matrix-vector routine); taller tiles only cost more
 TALL = 64  # rows of one product where the probe allows it; beyond, nothing is gained
+_PROBE_LIMIT = 1 << 25  # elements of the largest weight worth a probe
 
 
 def padded_rows(num_rows: int) -> int:
@@ -59,6 +60,8 @@ def tall_rows_agree(n: int, k: int, num_threads: int) -> bool:
     The order of summation does not depend on the numbers, so random ones show a difference if there is any.
     Every row count that `linear` can use is tried. `num_threads` is a key because libraries choose by it.
     """
+    if n * k > _PROBE_LIMIT:
+        return False
     generator = torch.Generator().manual_seed(n * 1_000_003 + k)
     x = torch.randn(2 * TALL, k, generator=generator)
     weight = torch.randn(n, k, generator=generator)
