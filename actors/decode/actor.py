@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,7 +30,7 @@ PULL_S = 30.0
 CLAIM_S = 5.0
 CLAIM_ATTEMPTS = 3
 PAUSE_S = 0.5
-"""How long to wait for receipts when every entrypoint is behind."""
+"""How long to wait at most for one of the entrypoints when all are behind."""
 
 
 class Decode(Actor):
@@ -48,6 +49,7 @@ class Decode(Actor):
         self._spans: dict[str, Span] = {}
         self._in_engine: set[str] = set()
         self._has_work = asyncio.Event()
+        self._has_sent = asyncio.Event()
 
     def handlers(self) -> Mapping[Subject[Any, Any], Handler]:
         return {HAND_OVER: self._on_hand_over, CANCEL_DECODE: self._on_cancel, RESEND_DECODE: self._on_resend}
@@ -76,6 +78,7 @@ class Decode(Actor):
     async def flush(self) -> None:
         for entrypoint, message in self._outbox.take(self._now_s()):
             await self.bus.tell(TOKENS.at(entrypoint), message, on_fate=self._on_fate(entrypoint))
+            self._has_sent.set()
 
     # Arriving
 
@@ -186,7 +189,9 @@ class Decode(Actor):
             if batch:
                 await self._step(batch)
             elif running:
-                await asyncio.sleep(PAUSE_S)
+                self._has_sent.clear()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._has_sent.wait(), PAUSE_S)
             elif not self._arrivals and all(g.end is None for g in self.slots):
                 self._has_work.clear()
             self.wake()  # the mailbox loop is the only sender: two would mix up the order

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 _FIRST_TEXT = re.compile(rb'"content":"[^"]')
 _EVENT = b"data: {"
 _DONE = b"data: [DONE]"
+_KEPT = 32
 
 
 class LoadError(Exception):
@@ -58,23 +59,37 @@ async def _stream(host: str, port: int, model: str, index: int, num_tokens: int)
         "messages": [{"role": "user", "content": f"Stream number {index}, please."}],
     }
     payload = json.dumps(body).encode()
-    reader, writer = await asyncio.open_connection(host, port, limit=1 << 20)
-    try:
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
-        writer.write(f"{head}Content-Length: {len(payload)}\r\nConnection: close\r\n\r\n".encode() + payload)
-        sent_s = time.perf_counter()
-        ttft_s, num_events, tail = 0.0, 0, b""
-        first = b""
-        while data := await reader.read(1 << 18):
-            if not ttft_s:
-                first += data
-                if _FIRST_TEXT.search(first):
-                    ttft_s = time.perf_counter() - sent_s
-            num_events += (tail + data).count(_EVENT) - tail.count(_EVENT)
-            tail = (tail + data)[-32:]
-    finally:
-        writer.close()
-    if _DONE not in tail or num_events < num_tokens:
-        what = f"{num_events} events for {num_tokens} tokens"
-        raise LoadError(f"stream {index}: {what}, from {first[:300]!r} to {tail!r}")
-    return Stream(num_events, ttft_s)
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    loop = asyncio.get_running_loop()
+    transport, counter = await loop.create_connection(lambda: _Counter(loop.create_future()), host, port)
+    counter.sent_s = time.perf_counter()
+    transport.write(f"{head}Content-Length: {len(payload)}\r\nConnection: close\r\n\r\n".encode() + payload)
+    await counter.is_over
+    if _DONE not in counter.tail or counter.num_events < num_tokens:
+        what = f"{counter.num_events} events for {num_tokens} tokens"
+        raise LoadError(f"stream {index}: {what}, from {counter.start[:300]!r} to {counter.tail!r}")
+    return Stream(counter.num_events, counter.ttft_s)
+
+
+class _Counter(asyncio.Protocol):
+    """Counts events in what comes, wherever the pieces are cut."""
+
+    def __init__(self, is_over: asyncio.Future[None]) -> None:
+        self.is_over = is_over
+        self.sent_s = self.ttft_s = 0.0
+        self.num_events = 0
+        self.start = self.tail = b""
+
+    def data_received(self, data: bytes) -> None:
+        if not self.ttft_s:
+            self.start += data
+            if _FIRST_TEXT.search(self.start):
+                self.ttft_s = time.perf_counter() - self.sent_s
+        joined = self.tail + data
+        self.num_events += joined.count(_EVENT)
+        # So much is kept as can be the beginning of an event, or the end of the stream; no event is counted twice.
+        self.tail = joined[-_KEPT:].rpartition(_EVENT)[2]
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.is_over.done():
+            self.is_over.set_result(None)
