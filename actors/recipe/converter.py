@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,9 @@ from schemas.api import Answer, Call, Protocol
 from schemas.bulk import Payload
 from schemas.failure import Code
 from schemas.request import Limits, Sampling, Submit
+
+# A prompt is encoded where it is: waiting for a thread pool costs milliseconds when the cores are busy.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 _BOUNDED_BYTES = 64 * 1024
 """Prompts above this are first held against a bound that needs no encoding."""

@@ -21,6 +21,7 @@ class _Event(Interface):
     def to_json(self) -> str: ...
 
 
+_tokens = library.InferenceChunk.tokens
 _TIMES = re.compile(rb'"(created_at|completed_at)":\d+')
 
 
@@ -54,7 +55,8 @@ class Session:
         self._created_s = created_s
         # The library stamps events with the system's clock, in ten digits until the year 2286; ours can be another.
         head = b'{"id":"%b","object":"chat.completion.chunk","created":' % id.encode()
-        self._head, self._head_bytes = head + b"%d" % created_s, len(head) + 10
+        self._head, self._head_bytes = head + b"%d," % created_s, len(head) + 11
+        self._is_restamped = False
 
     @property
     def has_started(self) -> bool:
@@ -67,12 +69,12 @@ class Session:
         Raises Refusal(internal) if the library cannot go on.
         """
         events: list[_Event] = [] if self._is_ready else self._ready()
-        processor, chunk = self._processor, library.InferenceChunk.tokens
+        processor, eos = self._processor, self._eos
         try:
             for token in tokens:
-                if token != self._eos:
+                if token != eos:
                     self.num_tokens += 1
-                    events += processor.push(chunk([token]))
+                    events += processor.push(_tokens([token]))
                     if processor.finished:
                         self.is_stopped = True
                         break
@@ -115,12 +117,14 @@ class Session:
             for event in events:
                 self._body.accumulate(event)
             return []
-        is_first = self._num_events == 0
-        self._num_events += len(events)
         items = [event.to_json().encode() for event in events]
-        if self._protocol is Protocol.CHAT_COMPLETIONS:
+        if self._num_events == 0 and items:
+            if self._protocol is Protocol.RESPONSES:
+                items[:2] = [self._stamped(item) for item in items[:2]]  # response.created and .in_progress
+            # One time for the whole stream: when the library's is ours already, there is nothing to do.
+            self._is_restamped = self._protocol is Protocol.CHAT_COMPLETIONS and not items[0].startswith(self._head)
+        self._num_events += len(items)
+        if self._is_restamped:
             head, length = self._head, self._head_bytes
             return [head + item[length:] for item in items]
-        if self._protocol is Protocol.RESPONSES and is_first:
-            items[:2] = [self._stamped(item) for item in items[:2]]  # response.created and .in_progress
         return items

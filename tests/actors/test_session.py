@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -111,6 +112,13 @@ def test_the_end_token_is_not_text(converter: Converter) -> None:
     tokens = converter.tokenizer.encode("Hi")
     events = list(run(converter, prepare(converter, CHAT, stream=True), [[*tokens, converter.card.eos_token]]))
     assert text_of(CHAT, events) == "Hi"
+
+
+def test_times_are_ours_when_the_librarys_clock_agrees(converter: Converter) -> None:
+    now_s = int(time.time())  # either way: the second may end before the library looks
+    session = Session(converter, prepare(converter, CHAT, stream=True), ID, now_s)
+    items = [item for token in converter.tokenizer.encode(TEXT) for item in session.push([token])]
+    assert {json.loads(item)["created"] for item in items} == {now_s}
 
 
 def test_times_are_ours(converter: Converter) -> None:
