@@ -244,3 +244,20 @@ def test_another_shard_takes_over(run_async: Run, card: ModelCard) -> None:
             await bus.close()
 
     run_async(main())
+
+
+def test_a_draining_recipe_leaves_the_public_subjects(run_async: Run, card: ModelCard) -> None:
+    """Nobody listens there any more, so another recipe gets the next request; what runs goes on."""
+
+    async def main() -> None:
+        async with silent(card) as system:
+            client, late = await system.client(), await system.client()
+            await client.send(CHAT, STREAM)
+            [id] = await submitted(system.entrypoint)
+            await system.recipe.drain()
+            await late.send(CHAT, STREAM)
+            assert await late.next() == b""  # the broker's own answer: no responders
+            await system.entrypoint.emit(id, system.entrypoint.answer, STOP)
+            assert content(await client.all()) == "Hello there!"
+
+    run_async(main())
