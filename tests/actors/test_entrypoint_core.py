@@ -36,6 +36,7 @@ class TestRequest:
         request = Request(submit(), heard_s=0.0)
         first = request.dispatch("p0", 0.0)
         request.refused()
+        assert isinstance(request.claim(first, "d0", 0.0), ClaimRefused)
         second = request.dispatch("p1", 0.0)
         assert isinstance(request.claim(first, "d0", 0.0), ClaimRefused)
         assert isinstance(request.claim(second, "d0", 0.0), Claimed)
