@@ -17,10 +17,9 @@ RUN python -c "import tomllib; print('\n'.join(tomllib.load(open('pyproject.toml
     && pip install -r requirements.txt
 
 COPY . .
-RUN pip install --no-deps . && python -m compileall -q /app/venv
+RUN pip install --no-deps .
 
-RUN useradd --system --no-create-home --uid 10001 shoal
-USER shoal
+USER 10001:10001
 WORKDIR /
 ENTRYPOINT ["shoal"]
 CMD ["--help"]
