@@ -50,13 +50,12 @@ class Called(Message, frozen=True):
 class Answer(Message, frozen=True):
     """A call that needs no generation, answered at once (count_tokens, models, cancel), or a refusal.
 
-    `status` is an HTTP status; `body` is the protocol's own JSON. `retry_after_s` is 0 when there is nothing to say.
+    `status` is an HTTP status; `body` is the protocol's own JSON.
     """
 
     status: int
     body: bytes
     failure: Failure | None = None
-    retry_after_s: float = 0.0
 
 
 class StreamBatch(Message, frozen=True):

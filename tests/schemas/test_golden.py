@@ -56,7 +56,7 @@ MESSAGES: list[Message] = [
     Called(recipe="c", request_id="r", is_stream=True),
     Called(recipe="c", request_id="r", is_stream=False, ignored=["user"]),
     Answer(status=200, body=b"[]"),
-    Answer(status=429, body=b"", failure=FAILURE, retry_after_s=2.0),
+    Answer(status=429, body=b"", failure=FAILURE),
     StreamBatch(stream_ids=[1, 300], seqs=[0, 70000], items=[b"a", b""]),
     StreamBatch(stream_ids=[1], seqs=[0], items=[b""], last=[0], statuses=[(0, 503)], large=[(0, HANDLE)]),
     Probe(gateway="g", stream_ids=[1, 2]),
