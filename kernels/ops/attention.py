@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from kernels.ops.linear import enough_items
 from kernels.ops.rounding import Rounding
 
 _LOWEST = -1e30  # where the running maximum starts, so that a query without any key gives zeros
@@ -27,6 +28,8 @@ def attend(
     Each key set is one product per row of a fixed shape, and sets are added in order, so a row's bits depend on its
     own key sets only. A set that is empty for a row adds exact zeros: leaving it out changes nothing.
     """
+    rows = q.shape[0]
+    q, key_sets = enough_items(q), [KeySet(enough_items(keys), enough_items(bias)) for keys, bias in key_sets]
     scores = [
         torch.baddbmm(bias.unsqueeze(1), q, keys.transpose(1, 2), alpha=scale) for keys, bias in key_sets
     ]  # [rows, heads, num_keys] each
@@ -42,4 +45,4 @@ def attend(
         part = torch.bmm(rounding(weights), keys)
         out = part if out is None else out.add_(part)
     assert out is not None
-    return rounding(out.div_(total))
+    return rounding(out.div_(total))[:rows]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from kernels.ops.linear import enough_items
 from kernels.ops.rounding import Rounding
 
 KEY_TILE = 128  # keys per product; caches hold whole tiles
@@ -18,7 +19,8 @@ def scores(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, rounding:
 
     `q` [rows, heads, dim], `weights` [rows, heads], `keys` [rows, KEY_TILE, dim] -> [rows, KEY_TILE], all fp32.
     """
-    dots = rounding(torch.bmm(q, keys.transpose(1, 2))).relu_()
+    products = torch.bmm(enough_items(q), enough_items(keys).transpose(1, 2))[: q.shape[0]]
+    dots = rounding(products).relu_()
     return rounding(rounding(dots.mul_(weights.unsqueeze(2))).sum(1))
 
 

@@ -46,11 +46,21 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.cat([linear(x[:, group].contiguous(), weight[group]) for group in range(weight.shape[0])], 1)
 
 
+def enough_items(batch: torch.Tensor) -> torch.Tensor:
+    """`batch` [items, ...] with items repeated until there are as many as threads; for batched products.
+
+    With fewer, a library splits single items among the threads, and their summation order changes (measured with MKL:
+    6 rows on 2 threads become 3 and 3).
+    """
+    items, num_threads = batch.shape[0], torch.get_num_threads()
+    return batch if items >= num_threads else batch[torch.arange(num_threads) % items]
+
+
 def _tiles(x: torch.Tensor, weight: torch.Tensor, tile: int) -> torch.Tensor:
     rows, k = x.shape
     n = weight.shape[0]
-    items = rows // tile
-    return torch.bmm(x.view(items, tile, k), weight.t().expand(items, k, n)).view(rows, n)
+    tiles = enough_items(x.view(-1, tile, k))
+    return torch.bmm(tiles, weight.t().expand(tiles.shape[0], k, n)).view(-1, n)[:rows]
 
 
 @cache

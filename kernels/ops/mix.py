@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kernels.ops.linear import linear
+from kernels.ops.linear import enough_items, linear
 from kernels.ops.rounding import Rounding, inverse_rms, scalar, sigmoid
 
 _Array = npt.NDArray[np.float32]
@@ -97,10 +97,11 @@ def _division_by_sums(array: _Array, axis: int, guard: _Array) -> list[_Call]:
 
 def collapse(streams: torch.Tensor, pre: torch.Tensor, rounding: Rounding) -> torch.Tensor:
     """Weighted sum of the streams [rows, C, dim] -> [rows, dim], rounded."""
-    return rounding(torch.bmm(pre.unsqueeze(1), streams).squeeze(1))
+    product = torch.bmm(enough_items(pre.unsqueeze(1)), enough_items(streams))
+    return rounding(product[: pre.shape[0]].squeeze(1))
 
 
 def expand(y: torch.Tensor, streams: torch.Tensor, mixed: Mix, rounding: Rounding) -> torch.Tensor:
     """A sub-layer's output `y` [rows, dim] added to the re-mixed streams [rows, C, dim], rounded."""
-    moved = torch.bmm(mixed.comb.transpose(1, 2), streams)
+    moved = torch.bmm(enough_items(mixed.comb.transpose(1, 2)), enough_items(streams))[: y.shape[0]]
     return rounding(moved.add_(mixed.post.unsqueeze(2) * y.unsqueeze(1)))

@@ -34,3 +34,18 @@ def test_an_empty_key_set_changes_no_bit() -> None:
     full = [KeySet(keys, bias), KeySet(keys[:, :64], torch.full_like(bias[:, :64], -torch.inf))]
     q, sink = data["q"].float(), data["sink"]
     assert torch.equal(attend(q, full, sink, 0.125, keep), attend(q, full[:1], sink, 0.125, keep))
+
+
+@pytest.mark.parametrize(("heads", "num_keys"), [(6, 17), (4, 128), (3, 40)])
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_one_row_has_the_bits_of_many(heads: int, num_keys: int, num_threads: int) -> None:
+    generator = torch.Generator().manual_seed(heads)
+    q = torch.randn(30, heads, 64, generator=generator)
+    keys, bias = torch.randn(30, num_keys, 64, generator=generator), torch.zeros(30, num_keys)
+    sink = torch.zeros(heads)
+    want = attend(q, [KeySet(keys, bias)], sink, 0.125, keep)
+    torch.set_num_threads(num_threads)
+    assert torch.equal(attend(q, [KeySet(keys, bias)], sink, 0.125, keep), want)
+    for row in range(30):
+        only = slice(row, row + 1)
+        assert torch.equal(attend(q[only], [KeySet(keys[only], bias[only])], sink, 0.125, keep), want[only])

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from kernels.ops import index
+from kernels.ops.rounding import keep
 from tests.kernels.conftest import golden
 
 
@@ -36,3 +37,17 @@ def test_all_rows_is_what_top_rows_gives_below_the_limit() -> None:
     visible = torch.tensor([0, 1, 5, 16])
     values = index.hide(torch.randn(4, 128), visible)
     assert torch.equal(index.all_rows(visible, 16), index.top_rows(values, visible, 16))
+
+
+@pytest.mark.parametrize("heads", [5, 16])
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_scores_of_a_row_do_not_depend_on_the_others(heads: int, num_threads: int) -> None:
+    generator = torch.Generator().manual_seed(heads)
+    q, weights = torch.randn(20, heads, 64, generator=generator), torch.randn(20, heads, generator=generator)
+    keys = torch.randn(20, index.KEY_TILE, 64, generator=generator)
+    want = index.scores(q, weights, keys, keep)
+    torch.testing.assert_close(want, torch.einsum("th,thj->tj", weights, torch.einsum("thd,tjd->thj", q, keys).relu()))
+    torch.set_num_threads(num_threads)
+    for row in range(20):
+        only = slice(row, row + 1)
+        assert torch.equal(index.scores(q[only], weights[only], keys[only], keep), want[only])

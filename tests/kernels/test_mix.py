@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from kernels.model import Model
-from kernels.ops.mix import MixWeights, coefficients, collapse, expand, mix, sinkhorn
-from kernels.ops.rounding import rms_norm, to_bf16
+from kernels.ops.mix import Mix, MixWeights, coefficients, collapse, expand, mix, sinkhorn
+from kernels.ops.rounding import keep, rms_norm, to_bf16
 from tests.kernels.conftest import golden
 
 
@@ -42,3 +42,18 @@ def test_sinkhorn_balances_rows_and_columns_for_any_number_of_streams(num: int) 
     torch.testing.assert_close(comb.sum(1), torch.ones(5, num), rtol=0, atol=1e-4)
     torch.testing.assert_close(comb.sum(2), torch.ones(5, num), rtol=0, atol=1e-3)
     assert torch.equal(torch.cat([sinkhorn(row[None], 1e-6, 40) for row in logits]), comb)
+
+
+@pytest.mark.parametrize("num", [2, 4])
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_streams_of_a_row_do_not_depend_on_the_others(num: int, num_threads: int) -> None:
+    generator = torch.Generator().manual_seed(num)
+    streams, y = torch.randn(20, num, 192, generator=generator), torch.randn(20, 192, generator=generator)
+    mixed = Mix(*(torch.rand(20, *shape, generator=generator) for shape in ((num,), (num,), (num, num))))
+    collapsed, expanded = collapse(streams, mixed.pre, keep), expand(y, streams, mixed, keep)
+    torch.set_num_threads(num_threads)
+    for row in range(20):
+        only = slice(row, row + 1)
+        one = Mix(*(part[only] for part in mixed))
+        assert torch.equal(collapse(streams[only], one.pre, keep), collapsed[only])
+        assert torch.equal(expand(y[only], streams[only], one, keep), expanded[only])
