@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import random
 import signal
@@ -214,6 +215,7 @@ class Stack:
         task.cancel()
 
     def _kill(self, name: str) -> None:
+        self._console.print(f"[yellow]●[/] {name:<10} does not answer: killing it")
         self._processes[name].kill()
 
     def _kill_all(self) -> None:
@@ -235,6 +237,9 @@ def up(specs: tuple[ProcessSpec, ...], settings: Settings, console: Console, rea
     try:
         if ready_file is not None:
             ready_file.unlink(missing_ok=True)  # one of an earlier run would be believed
+        logging.basicConfig(
+            filename=home.log_path("up"), level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s"
+        )
         settings = replace(settings, http_port=_claim_port(settings.http_port))
         return asyncio.run(Stack(specs, settings, home, console, ready_file).run())
     finally:
