@@ -1,0 +1,101 @@
+"""One trace per request across all processes, as a collector sees it."""
+
+from __future__ import annotations
+
+import gzip
+import http.server
+import json
+import threading
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from tests.stack.conftest import System
+
+pytestmark = pytest.mark.stack
+
+
+class Span(NamedTuple):
+    process: str
+    name: str
+    trace: bytes
+    id: bytes
+    parent: bytes
+
+
+class Collector:
+    """An OTLP endpoint that keeps the spans it gets, and knows whether metrics came too."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self.paths: set[str] = set()
+        collector = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["content-length"]))
+                if self.headers.get("content-encoding") == "gzip":
+                    body = gzip.decompress(body)
+                collector.take(self.path, body)
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, format: str, *args: object) -> None:
+                """Quiet."""
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+
+    def take(self, path: str, body: bytes) -> None:
+        self.paths.add(path)
+        if path != "/v1/traces":
+            return
+        for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+            names = {a.key: a.value.string_value for a in resource.resource.attributes}
+            for span in (span for scope in resource.scope_spans for span in scope.spans):
+                ids = (span.trace_id, span.span_id, span.parent_span_id)
+                self.spans.append(Span(names["service.name"], span.name, *ids))
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    collector = Collector()
+    thread = threading.Thread(target=collector.server.serve_forever)
+    thread.start()
+    yield collector
+    collector.server.shutdown()
+    thread.join()
+    collector.server.server_close()
+
+
+def test_one_request_is_one_trace_through_every_process(collector: Collector, tmp_path: Path) -> None:
+    endpoint = f"http://127.0.0.1:{collector.server.server_port}"
+    system = System(tmp_path, {"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint})
+    try:
+        body = {"model": "shoal-tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+        headers = {"content-type": "application/json"}
+        request = urllib.request.Request(f"{system.http}/v1/chat/completions", json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request, timeout=50) as response:
+            assert response.status == 200
+    finally:
+        system.stop()  # which sends what is left
+
+    (decode,) = [span for span in collector.spans if span.name == "decode"]
+    ours = {span.id: span for span in collector.spans if span.trace == decode.trace}
+    tree = {(ours[span.parent].name if span.parent else "", span.name, span.process) for span in ours.values()}
+    assert tree == {
+        ("", "gateway", "shoal-front"),
+        ("gateway", "recipe", "shoal-front"),
+        ("recipe", "entrypoint", "shoal-front"),
+        ("entrypoint", "route prefill", "shoal-front"),
+        ("entrypoint", "prefill", "shoal-prefill"),
+        ("prefill", "prefill queue", "shoal-prefill"),
+        ("prefill", "prefill compute", "shoal-prefill"),
+        ("prefill", "hand over", "shoal-prefill"),
+        ("hand over", "route decode", "shoal-front"),
+        ("hand over", "decode", "shoal-decode"),
+    }
+    assert "/v1/metrics" in collector.paths
