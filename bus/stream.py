@@ -160,17 +160,23 @@ class StreamWriter:
             self._gathered[address.name] = gathered
         return OutStream(self, gathered, stream_id)
 
-    async def flush(self, may_send: Callable[[str], bool] = lambda destination: True) -> list[str]:
-        """Send all that was gathered for the destinations that `may_send`; the destination of each message sent."""
-        sent: list[str] = []
+    async def flush(
+        self,
+        may_send: Callable[[str], bool] = lambda destination: True,
+        on_send: Callable[[str], None] = lambda destination: None,
+    ) -> None:
+        """Send all that was gathered for the destinations that `may_send`.
+
+        `on_send` hears of each message before it goes out: its receipt may be faster than our return.
+        """
         for gathered in list(self._gathered.values()):
-            if gathered.items and may_send(gathered.address.name):
+            destination = gathered.address.name
+            if gathered.items and may_send(destination):
                 batches = list(gathered.batches())
                 gathered.clear()
                 for batch in batches:
+                    on_send(destination)
                     await self._bus.tell(gathered.address, batch, on_fate=gathered.on_fate)
-                    sent.append(gathered.address.name)
-        return sent
 
     def _heard(self, destination: str, is_taken: bool) -> None:
         if not is_taken:

@@ -98,8 +98,10 @@ class Recipe(Actor):
 
     async def flush(self) -> None:
         now_s = self._now_s()
-        for destination in await self._writer.flush(lambda destination: self._windows[destination].may_send(now_s)):
-            self._windows[destination].sent(now_s)
+        await self._writer.flush(
+            lambda destination: self._windows[destination].may_send(now_s),
+            lambda destination: self._windows[destination].sent(now_s),
+        )
         messages, self._outbox[:] = list(self._outbox), []
         for door, body in messages:
             await self.bus.publish(door.inbox, body, on_fate=door.on_fate)

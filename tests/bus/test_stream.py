@@ -253,9 +253,12 @@ def test_what_may_not_be_sent_yet_keeps_gathering(run_async: Run) -> None:
             stream, name = reader.open(1, stall_s=60), STREAM.at("g1").name
             out = writer.open(STREAM.at("g1"), 1)
             out.put(b"a")
-            assert await writer.flush(lambda destination: destination != name) == []
+            sent: list[str] = []
+            await writer.flush(lambda destination: destination != name, sent.append)
+            assert sent == []
             out.put(b"b", is_last=True)
-            assert await writer.flush(lambda destination: destination == name) == [name]
+            await writer.flush(lambda destination: destination == name, sent.append)
+            assert sent == [name]
             assert [item.body for item in await read(stream)] == [b"a", b"b"]
             assert len(batches) == 1
 
@@ -305,9 +308,12 @@ def test_a_destination_that_is_gone_is_reported_once(run_async: Run) -> None:
             await asyncio.sleep(0)
             assert fates == [(STREAM.at("g2").name, False)]
             out.put(b"b")
-            assert await writer.flush() == []
+            sent: list[str] = []
+            await writer.flush(on_send=sent.append)
+            assert sent == []
             assert writer._gathered == {}
             writer.open(STREAM.at("g2"), 2).put(b"c")  # it may come back
-            assert len(await writer.flush()) == 1
+            await writer.flush(on_send=sent.append)
+            assert len(sent) == 1
 
     run_async(main())
