@@ -24,6 +24,9 @@ MAX_BYTES = 1 << 30
 
 MAX_IDLE_CONNECTIONS = 4
 
+BACKLOG = 4096
+"""Connections that may wait for us. With asyncio's 100, a burst of pulls lost some for the second TCP waits to retry."""
+
 
 class Bulk(Protocol):
     """Offers and pulls. A handle is good for one successful pull, until its lease ends."""
@@ -122,7 +125,9 @@ class SocketBulk(_Base):
     async def start(self) -> None:
         """See `Bulk.start`."""
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: OwnerEnd(self._shelf, self._owner_ends), self._host, 0)
+        self._server = await loop.create_server(
+            lambda: OwnerEnd(self._shelf, self._owner_ends), self._host, 0, backlog=BACKLOG
+        )
         self._address = f"tcp://{self._advertise}:{self._server.sockets[0].getsockname()[1]}"
 
     async def close(self) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-LIMIT = 16
-"""Batches under way without a receipt. Enough to hide a round trip, few enough for any mailbox."""
+LIMIT = 4
+"""Batches under way without a receipt. Enough to hide a round trip; when a receiver falls behind, what it gets next is
+gathered into fewer and larger messages, which is what lets it catch up."""
 
 SILENCE_S = 2.0
 """Receipts can be lost: after so long without one the window opens again."""
