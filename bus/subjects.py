@@ -112,6 +112,8 @@ def report_load(role: str) -> Subject[ReportLoad, None]:
 
 
 API_PREFIX = "shoal.api."
+INBOX_PREFIX = "_INBOX."
+"""Where every client listens for answers; the rest of its inbox's name is its own secret."""
 
 
 def api(protocol: Protocol) -> str:

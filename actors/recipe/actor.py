@@ -177,7 +177,8 @@ class Recipe(Actor):
             await envelope.answer(outcome.answer())
 
     def _on_public_delivery(self, protocol: Protocol, delivery: Delivery) -> None:
-        if delivery.reply:  # else there is nobody to answer
+        # A broker checks where clients publish, not where they let us answer: only an inbox is a place for that.
+        if delivery.reply.startswith(subjects.INBOX_PREFIX):
             bits = self.bus.seams.random.getrandbits(128)
             call, trace_headers = read_call(protocol, delivery.body, delivery.headers, f"{bits:032x}")
             self.enqueue(self._on_public, call, delivery._replace(headers=trace_headers), is_ask=False)

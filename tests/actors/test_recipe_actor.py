@@ -13,9 +13,9 @@ from actors.recipe.card import ModelCard
 from actors.recipe.front import derived_id
 from bus.actor import Actor
 from bus.bulk import MemoryBulk, MemoryHub
-from bus.bus import Bus
+from bus.bus import Bus, Delivery
 from bus.memory import MemoryWire
-from bus.subjects import CALL, LOAD, PROBE
+from bus.subjects import CALL, LOAD, PROBE, api
 from schemas.api import Answer, Call, Called, Probe, Protocol
 from schemas.message import Role
 from schemas.request import CancelReason
@@ -118,6 +118,23 @@ def test_cancel(run_async: Run, card: ModelCard, by: str) -> None:
             assert await other.all() == [{"id": name, "object": "cancel", "cancelled": False}]
             await other.send(Protocol.CANCEL, {})
             assert (await other.all())[0]["error"]["code"] == "bad_request"
+
+    run_async(main())
+
+
+def test_only_an_inbox_is_answered(run_async: Run, card: ModelCard) -> None:
+    """A client must not make us publish for it where it may not publish itself."""
+
+    async def main() -> None:
+        async with edge(card, text="Hello there!") as system:
+            client = await system.client()
+            heard: list[Delivery] = []
+            await client.wire.subscribe("shoal.entrypoint.victim.*", heard.append)
+            await client.wire.publish(api(CHAT), json.dumps(BODY).encode(), reply="shoal.entrypoint.victim.cancel")
+            await client.wire.publish(api(CHAT), b"nonsense", reply="shoal.entrypoint.victim.cancel")
+            await client.send(CHAT, BODY)
+            assert await client.all()
+            assert heard == []
 
     run_async(main())
 
