@@ -114,7 +114,7 @@ class World:
 
 
 def engine_for(card: ModelCard, vocab_size: int, cost: StepCost, num_slots: int = 16) -> TimedEngine:
-    """A timed engine that serves a model card: its context, and ordinary tokens of its vocabulary (control tokens are its last)."""
+    """A timed engine that serves a model card: its context, and its ordinary tokens (control tokens are the last)."""
     info = EngineInfo(
         model=card.name,
         layout="timed",

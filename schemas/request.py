@@ -118,10 +118,14 @@ class CancelReason(StrEnum):
 
 
 class Cancel(Message, frozen=True):
-    """End a request early. Idempotent; acknowledged by every hop that knows the request."""
+    """End a request early. Idempotent; acknowledged by every hop that knows the request.
+
+    With an `epoch`, only who holds the request under that or an earlier one is meant; 0 means whoever holds it.
+    """
 
     request_id: str
     reason: CancelReason = CancelReason.CLIENT
+    epoch: int = 0
 
 
 class CancelAcknowledged(Message, frozen=True):

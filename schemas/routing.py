@@ -33,7 +33,7 @@ class ReportLoad(Message, frozen=True):
 
 
 class LoadReported(Message, frozen=True):
-    """Who is here, and how loaded. Published on change and as a heartbeat.
+    """Who is here, and how loaded. Published at the start, on drain, when asked, and as a heartbeat.
 
     `incarnation` is new at each start of the actor; `seq` grows by one per report, so late reports are recognised.
     `reservations` are the reservations this replica holds: its ledger is the truth balancers reconcile with.

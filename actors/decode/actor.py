@@ -15,7 +15,8 @@ from actors.decode.slots import Generation, Slots
 from actors.rules.outbox import Outbox
 from bus.actor import Actor, Envelope, Handler
 from bus.bulk import Bulk
-from bus.bus import Bus, BusError, OnFate
+from bus.bus import Bus, BusError
+from bus.courier import Courier
 from bus.subjects import CANCEL_DECODE, CLAIM, HAND_OVER, RELEASE_DECODE, RESEND_DECODE, TOKENS, Subject
 from kernels.engine import Admission, Engine, Sampling, StateError
 from schemas.failure import Code
@@ -45,7 +46,7 @@ class Decode(Actor):
         self.slots = Slots(engine.info.num_slots)
         self._arrivals: list[tuple[Generation, bytes, asyncio.Future[str]]] = []
         self._outbox = Outbox(f"{self.role}/{id}")
-        self._fates: dict[str, OnFate] = {}
+        self._courier = Courier(bus, TOKENS, self._outbox, self.wake, self._abandon)
         self._spans: dict[str, Span] = {}
         self._in_engine: set[str] = set()
         self._has_work = asyncio.Event()
@@ -76,8 +77,7 @@ class Decode(Actor):
         )
 
     async def flush(self) -> None:
-        for entrypoint, message in self._outbox.take(self._now_s()):
-            await self.bus.tell(TOKENS.at(entrypoint), message, on_fate=self._on_fate(entrypoint))
+        if await self._courier.flush():
             self._has_sent.set()
 
     # Arriving
@@ -152,8 +152,9 @@ class Decode(Actor):
     # Leaving
 
     async def _on_cancel(self, cancel: Cancel, envelope: Envelope) -> CancelAcknowledged:
-        was_running = self.slots.cancel(cancel.request_id)
+        was_running = self.slots.cancel(cancel.request_id, cancel.epoch)
         self._has_work.set()
+        self._has_sent.set()  # the step loop may wait for that
         return CancelAcknowledged(request_id=cancel.request_id, was_running=was_running)
 
     async def _on_resend(self, resend: Resend, envelope: Envelope) -> TokensEmitted:
@@ -213,21 +214,9 @@ class Decode(Actor):
     def _now_s(self) -> float:
         return asyncio.get_running_loop().time()
 
-    def _on_fate(self, entrypoint: str) -> OnFate:
-        """A receipt opens the window to an entrypoint. Nobody there: its requests are gone with it."""
-        if entrypoint not in self._fates:
-
-            def on_fate(was_taken: bool) -> None:
-                if was_taken:
-                    self._outbox.taken(entrypoint, self._now_s())
-                    self.wake()
-                else:
-                    self._fates.pop(entrypoint, None)
-                    self._outbox.drop(entrypoint)
-                    for generation in self.slots:
-                        if generation.offer.entrypoint == entrypoint:
-                            self.slots.cancel(generation.id)
-                    self._has_work.set()
-
-            self._fates[entrypoint] = on_fate
-        return self._fates[entrypoint]
+    def _abandon(self, entrypoint: str) -> None:
+        """Nobody takes tokens for this entrypoint: its requests are gone with it."""
+        for generation in self.slots:
+            if generation.offer.entrypoint == entrypoint:
+                self.slots.cancel(generation.id)
+        self._has_work.set()

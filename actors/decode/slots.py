@@ -75,10 +75,15 @@ class Slots:
         """Those that are claimed and not ended, in order of arrival."""
         return [g for g in self._here.values() if g.epoch > 0 and g.end is None]
 
-    def cancel(self, request_id: str) -> bool:
-        """End a request at the next step's border. False if it is not here or has ended."""
+    def cancel(self, request_id: str, epoch: int = 0) -> bool:
+        """End a request at the next step's border; with an epoch, only if held under that or an earlier one.
+
+        False if it is not here, or has ended.
+        """
         generation = self._here.get(request_id)
         if generation is None or generation.end is not None:
+            return False
+        if epoch and (generation.epoch or generation.offer.epoch) > epoch:
             return False
         generation.end = Cancelled()
         return True
@@ -90,9 +95,10 @@ class Slots:
         del self._here[generation.id]
         if generation.epoch > 0:
             generation.ended_s = now_s
+            self._ended.pop(generation.id, None)
             self._ended[generation.id] = generation
-        for old in [g for g in self._ended.values() if now_s - g.ended_s > RETENTION_S]:
-            del self._ended[old.id]
+        while self._ended and now_s - next(iter(self._ended.values())).ended_s > RETENTION_S:
+            del self._ended[next(iter(self._ended))]  # the first ended first
 
     def resend(self, source: str, resend: Resend) -> TokensEmitted:
         """What an entrypoint missed."""

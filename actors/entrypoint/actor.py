@@ -15,7 +15,9 @@ from actors.entrypoint.shard import Shard
 from actors.rules.outbox import Outbox
 from bus.actor import Actor, Envelope, Handler
 from bus.bulk import Bulk
-from bus.bus import Bus, BusError, OnFate, fail
+from bus.bus import Bus, BusError, fail
+from bus.courier import Courier
+from bus.place import place
 from bus.subjects import (
     CANCEL,
     CANCEL_DECODE,
@@ -53,15 +55,17 @@ from schemas.request import (
     Taken,
     TokensEmitted,
 )
-from schemas.routing import LoadReported, Release, Route, Routed
+from schemas.routing import LoadReported, Route, Routed
 
 tracer = trace.get_tracer("shoal")
 
 ROUTE_PATIENCE_S = 20.0
 """How long a request waits for a replica to appear or to have room: a worker restarts within this time."""
 
-ROUTE_PAUSE_S = 0.25
 ASK_S = 5.0
+DISPATCH_S = 10.0
+"""Longer than a prefill replica may take to pull a long prompt."""
+
 WATCH_S = 1.0
 MAX_STRIKES = 3
 """So many probes in a row without an answer, and an owner counts as lost (a stopped process keeps its socket)."""
@@ -74,10 +78,10 @@ class Entrypoint(Actor):
 
     def __init__(self, id: str, bus: Bus, bulk: Bulk) -> None:
         super().__init__(id, bus)
-        self.shard = Shard(id)
+        self.shard = Shard(id, first_epoch=bus.seams.random.getrandbits(30) << 32)
         self._bulk = bulk
         self._outbox = Outbox(f"{self.role}/{id}")
-        self._fates: dict[str, OnFate] = {}
+        self._courier = Courier(bus, RECIPE_TOKENS, self._outbox, self.wake, self._abandon)
         self._spans: dict[str, Span] = {}
         self._strikes: dict[Owner, int] = {}
         self._repairing: set[str] = set()
@@ -107,8 +111,7 @@ class Entrypoint(Actor):
         return structs.replace(super().load(), num_running=self.shard.num_live)
 
     async def flush(self) -> None:
-        for recipe, message in self._outbox.take(self._now_s()):
-            await self.bus.tell(RECIPE_TOKENS.at(recipe), message, on_fate=self._on_fate(recipe))
+        await self._courier.flush()
 
     # From recipe
 
@@ -154,16 +157,17 @@ class Entrypoint(Actor):
             stop = start + emitted.counts[i]
             tokens, start = emitted.tokens[start:stop], stop
             request = self.shard.get(request_id)
-            if request is None:
-                role, _, replica = emitted.source.partition("/")
-                self.spawn(self._cancel_at(Owner(Role(role), replica), request_id))
+            epoch, end = emitted.epochs[i], ends.get(i)
+            if request is None or request.epoch != epoch or request.end is not None:
+                if end is None and self.shard.is_new_stray(emitted.source, request_id, now_s):
+                    self.spawn(self._cancel_at(_holder(emitted.source), request_id, epoch))
                 continue
-            known, first = len(request.tokens), emitted.first_indexes[i]
-            verdict = self.shard.accept(request, emitted.epochs[i], first, tokens, ends.get(i), now_s)
+            known = len(request.tokens)
+            verdict = self.shard.accept(request, epoch, emitted.first_indexes[i], tokens, end, now_s)
             if verdict is Verdict.NEWS:
                 recipe, news = request.submit.recipe, request.tokens[known:]
                 self._outbox.add(recipe, request.id, request.epoch, known, news, request.end)
-                if request.end is not None:
+                if end is not None:
                     self._close_span(request)
             elif verdict is Verdict.GAP and request_id not in self._repairing:
                 assert request.owner is not None  # a current epoch has an owner
@@ -184,56 +188,53 @@ class Entrypoint(Actor):
         with trace.use_span(span):
             try:
                 request.prompt = await self._bulk.unwrap(request.submit.prompt)
-                await self._route_and_dispatch(request)
+                await place(
+                    self.bus,
+                    ROUTE_PREFILL,
+                    RELEASE_PREFILL,
+                    Route(request_id=request.id, num_new=request.submit.num_prompt_tokens),
+                    lambda routed: self._dispatch(request, routed),
+                    patience_s=ROUTE_PATIENCE_S,
+                    is_over=lambda: request.end is not None,
+                )
             except BusError as error:
                 self._end(request, Failed(failure=error.failure))
         if request.end is not None and request.owner is not None:
-            await self._cancel_at(request.owner, request.id)
+            await self._cancel_at(request.owner, request.id, request.epoch)
 
-    async def _route_and_dispatch(self, request: Request) -> None:
-        give_up_s = self._now_s() + ROUTE_PATIENCE_S
-        excluded: list[str] = []
-        while request.end is None:
-            route = Route(request_id=request.id, num_new=request.submit.num_prompt_tokens, excluded=excluded)
-            try:
-                routed = await self.bus.ask(ROUTE_PREFILL.any(), route, timeout_s=ASK_S)
-            except BusError:
-                if self._now_s() > give_up_s:
-                    raise
-                excluded = []
-                await asyncio.sleep(ROUTE_PAUSE_S)
-                continue
-            refusal = await self._dispatch(request, routed)
-            if refusal is None:
-                return
-            request.refused()
-            await self.bus.tell(RELEASE_PREFILL.at(routed.balancer), Release(reservation=routed.reservation))
-            excluded = [*excluded, routed.replica]
-
-    async def _dispatch(self, request: Request, routed: Routed) -> str | None:
-        """Give the request to a replica. None when it took it, else why not; raises BusError when none ever can."""
-        if request.end is not None:
-            return "the request has ended"
+    async def _dispatch(self, request: Request, routed: Routed) -> bool:
+        """Give the request to a replica. Whether it took it; raises BusError when none ever can."""
+        prompt = await self._bulk.wrap(request.prompt)
+        epoch = request.dispatch(routed.replica, self._now_s())
         dispatch = Dispatch(
             request_id=request.id,
             entrypoint=self.id,
-            epoch=request.dispatch(routed.replica, self._now_s()),
+            epoch=epoch,
             reservation=routed.reservation,
             balancer=routed.balancer,
-            prompt=await self._bulk.wrap(request.prompt),
+            prompt=prompt,
             num_prompt_tokens=request.submit.num_prompt_tokens,
             sampling=request.submit.sampling,
             limits=request.submit.limits,
         )
         try:
-            answer = await self.bus.ask(DISPATCH.at(routed.replica), dispatch, timeout_s=ASK_S)
-        except BusError as error:
-            return str(error)
-        if isinstance(answer, Refused):
+            answer = await self.bus.ask(DISPATCH.at(routed.replica), dispatch, timeout_s=DISPATCH_S)
+            if not isinstance(answer, Refused):
+                return True
             if answer.is_final:
                 raise fail(Code.CONTEXT_LENGTH, answer.reason)
-            return answer.reason
-        return None
+        except BusError as error:
+            if error.code is Code.CONTEXT_LENGTH:
+                raise
+            if request.epoch != epoch:
+                return True  # claimed meanwhile: only the answer was lost
+            if error.code is Code.DEADLINE_EXCEEDED:
+                self.spawn(self._cancel_at(Owner(Role.PREFILL, routed.replica), request.id, epoch))
+        finally:
+            if prompt.handle is not None:
+                self._bulk.withdraw(prompt.handle)  # pulled, or of no use any more
+        request.refused()
+        return False
 
     # Ending
 
@@ -252,14 +253,15 @@ class Entrypoint(Actor):
     async def _cancel(self, request: Request, envelope: Envelope) -> None:
         """Reach the owner, then acknowledge to whoever asked."""
         if request.owner is not None:
-            await self._cancel_at(request.owner, request.id)
+            await self._cancel_at(request.owner, request.id, request.epoch)
         await envelope.answer(CancelAcknowledged(request_id=request.id, was_running=True))
 
-    async def _cancel_at(self, owner: Owner, request_id: str) -> None:
+    async def _cancel_at(self, owner: Owner, request_id: str, epoch: int) -> None:
         subject = CANCEL_PREFILL if owner.role is Role.PREFILL else CANCEL_DECODE
         for _ in range(MAX_STRIKES):
             try:
-                await self.bus.ask(subject.at(owner.replica), Cancel(request_id=request_id), timeout_s=ASK_S)
+                cancel = Cancel(request_id=request_id, epoch=epoch)
+                await self.bus.ask(subject.at(owner.replica), cancel, timeout_s=ASK_S)
                 return
             except BusError as error:
                 if error.code is not Code.DEADLINE_EXCEEDED:
@@ -275,7 +277,7 @@ class Entrypoint(Actor):
                 failure = Failure(code=Code.DEADLINE_EXCEEDED, message="the deadline of the request has passed")
                 self._end(request, Failed(failure=failure))
                 if request.owner is not None:
-                    self.spawn(self._cancel_at(request.owner, request.id))
+                    self.spawn(self._cancel_at(request.owner, request.id, request.epoch))
             for owner, requests in self.shard.silent(now_s).items():
                 for request in requests:
                     request.heard_s = now_s  # asked now; not again before the next silence
@@ -319,24 +321,15 @@ class Entrypoint(Actor):
             span.set_status(StatusCode.ERROR, request.end.failure.message)
         span.end()
 
-    def _on_fate(self, recipe: str) -> OnFate:
-        """A receipt opens the window to a recipe. Nobody there: its clients are gone with it."""
-        if recipe not in self._fates:
-
-            def on_fate(was_taken: bool) -> None:
-                if was_taken:
-                    self._outbox.taken(recipe, self._now_s())
-                    self.wake()
-                else:
-                    self._fates.pop(recipe, None)
-                    self._abandon(recipe)
-
-            self._fates[recipe] = on_fate
-        return self._fates[recipe]
-
     def _abandon(self, recipe: str) -> None:
+        """Nobody takes tokens for this recipe: its clients are gone with it."""
         for request in [request for request in self.shard.live() if request.submit.recipe == recipe]:
             self._end(request, Cancelled())
             if request.owner is not None:
-                self.spawn(self._cancel_at(request.owner, request.id))
-        self._outbox.drop(recipe)
+                self.spawn(self._cancel_at(request.owner, request.id, request.epoch))
+
+
+def _holder(source: str) -> Owner:
+    """Who `source` of a TokensEmitted, `role/id`, is."""
+    role, _, replica = source.partition("/")
+    return Owner(Role(role), replica)

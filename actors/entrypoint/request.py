@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -32,14 +32,17 @@ class Owner:
 class Request:
     """The state machine: waiting → dispatched to prefill → claimed by decode → ended.
 
-    The shard alone issues epochs: each change of owner gets the next one, and tokens count only under the current one.
+    The shard alone issues epochs, from one growing series for all its requests: each change of owner gets the next
+    one, and tokens count only under the current one. So nothing said of an earlier request of the same id counts.
     Times are seconds of the caller's clock.
     """
 
     submit: Submit
+    epochs: Iterator[int]
     heard_s: float
     prompt: bytes = b""
     epoch: int = 0
+    claimed_from: int = 0
     owner: Owner | None = None
     tokens: list[int] = field(default_factory=list)
     end: End | None = None
@@ -51,25 +54,26 @@ class Request:
 
     def dispatch(self, replica: str, now_s: float) -> int:
         """A prefill replica is about to be given the request. The epoch it holds it under."""
-        self.epoch += 1
+        self.epoch = next(self.epochs)
         self.owner = Owner(Role.PREFILL, replica)
         self.heard_s = now_s
         return self.epoch
 
     def refused(self) -> None:
         """The replica did not take it (or did not say): whatever it does under that epoch no longer counts."""
-        self.epoch += 1
+        self.epoch = next(self.epochs)
         self.owner = None
 
     def claim(self, from_epoch: int, replica: str, now_s: float) -> Claimed | ClaimRefused:
         """A decode replica has the state. The first claim from the current epoch wins; a repeated one is confirmed."""
         if self.end is not None:
             return ClaimRefused(reason="the request has ended")
-        if from_epoch == self.epoch - 1 and self.owner == Owner(Role.DECODE, replica):
+        if from_epoch == self.claimed_from and self.owner == Owner(Role.DECODE, replica):
             return Claimed(epoch=self.epoch)
         if from_epoch != self.epoch:
             return ClaimRefused(reason=f"epoch {from_epoch} is over, {self.epoch} is current")
-        self.epoch += 1
+        self.claimed_from = from_epoch
+        self.epoch = next(self.epochs)
         self.owner = Owner(Role.DECODE, replica)
         self.heard_s = now_s
         return Claimed(epoch=self.epoch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 from actors.entrypoint.request import Owner, Request, Verdict
@@ -16,19 +17,24 @@ SILENCE_S = 2.0
 
 
 class Shard:
-    """Owner of its requests, live and lately ended. Times are seconds of the caller's clock."""
+    """Owner of its requests, live and lately ended. Times are seconds of the caller's clock.
 
-    def __init__(self, id: str) -> None:
+    `first_epoch` must differ between incarnations of a shard, so that what an earlier one began stays void.
+    """
+
+    def __init__(self, id: str, first_epoch: int = 1) -> None:
         self.id = id
-        self._requests: dict[str, Request] = {}
         self.num_live = 0
+        self._requests: dict[str, Request] = {}
+        self._epochs = itertools.count(first_epoch)
+        self._strays: dict[tuple[str, str], float] = {}
 
     def submit(self, submit: Submit, now_s: float) -> Request | None:
         """A new request; None if one with its id is live."""
         known = self._requests.get(submit.request_id)
         if known is not None and known.end is None:
             return None
-        request = Request(submit, heard_s=now_s)
+        request = Request(submit, self._epochs, heard_s=now_s)
         self._requests[request.id] = request
         self.num_live += 1
         return request
@@ -63,6 +69,7 @@ class Shard:
         old = [id for id, r in self._requests.items() if r.end is not None and now_s - r.ended_s > RETENTION_S]
         for id in old:
             del self._requests[id]
+        self._strays = {key: at_s for key, at_s in self._strays.items() if now_s - at_s < SILENCE_S}
 
     def accept(
         self, request: Request, epoch: int, first_index: int, tokens: Sequence[int], end: End | None, now_s: float
@@ -72,6 +79,13 @@ class Shard:
         verdict = request.accept(epoch, first_index, tokens, end, now_s)
         self.num_live -= was_live and request.end is not None
         return verdict
+
+    def is_new_stray(self, source: str, request_id: str, now_s: float) -> bool:
+        """Tokens came from one who does not hold the request (any more): should it be told? Once in SILENCE_S."""
+        if now_s - self._strays.get((source, request_id), -SILENCE_S) < SILENCE_S:
+            return False
+        self._strays[(source, request_id)] = now_s
+        return True
 
     def resend(self, resend: Resend) -> TokensEmitted:
         """What a recipe missed."""

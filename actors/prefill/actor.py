@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +16,7 @@ from actors.rules.emission import Held, resend_answer
 from bus.actor import Actor, Envelope, Handler
 from bus.bulk import Bulk
 from bus.bus import Bus, BusError, fail
+from bus.place import place
 from bus.subjects import (
     CANCEL_PREFILL,
     DISPATCH,
@@ -40,12 +40,12 @@ tracer = trace.get_tracer("shoal")
 MAX_QUEUED = 1024
 """Requests here at most, waiting, computing or being handed over; more are refused."""
 
-ROUTE_S = 5.0
+PULL_S = 8.0
+"""For a long prompt; less than the entrypoint waits for our answer."""
+
 HAND_OVER_S = 30.0
 PATIENCE_S = 60.0
 """How long a computed request waits for room in decode."""
-
-PAUSE_S = 0.1
 
 
 class Prefill(Actor):
@@ -58,6 +58,7 @@ class Prefill(Actor):
         self._bulk = bulk
         self._engine = engine
         self.batch = Batch()
+        self._pulling: dict[str, Dispatch] = {}
         self._leaving: dict[str, tuple[Job, asyncio.Event]] = {}
         self._spans: dict[str, tuple[Span, Span]] = {}
         self._has_work = asyncio.Event()
@@ -103,16 +104,24 @@ class Prefill(Actor):
         return None
 
     async def _pull_and_queue(self, dispatch: Dispatch, envelope: Envelope) -> None:
+        """A long prompt comes by handle. Meanwhile it can be asked after, and cancelled."""
+        self._pulling[dispatch.request_id] = dispatch
         try:
-            await envelope.answer(self._queue(dispatch, await self._bulk.unwrap(dispatch.prompt), envelope))
+            prompt = await self._bulk.unwrap(dispatch.prompt, timeout_s=PULL_S)
+            if self._pulling.get(dispatch.request_id) is not dispatch:
+                raise fail(Code.CANCELLED, "the request was cancelled")
+            await envelope.answer(self._queue(dispatch, prompt, envelope))
         except BusError as error:
             await envelope.answer(error.failure)
+        finally:
+            if self._pulling.get(dispatch.request_id) is dispatch:
+                del self._pulling[dispatch.request_id]
 
     def _queue(self, dispatch: Dispatch, prompt: bytes, envelope: Envelope) -> Dispatched:
         tokens = np.frombuffer(prompt, dtype="<u4")
         if len(tokens) != dispatch.num_prompt_tokens:
             raise fail(Code.INTERNAL, f"{len(tokens)} prompt tokens came, {dispatch.num_prompt_tokens} were announced")
-        known = self.batch.get(dispatch.request_id)
+        known = self._job(dispatch.request_id)
         if known is not None:
             if known.dispatch.epoch >= dispatch.epoch:
                 return Dispatched()
@@ -125,27 +134,38 @@ class Prefill(Actor):
         return Dispatched()
 
     async def _on_cancel(self, cancel: Cancel, envelope: Envelope) -> CancelAcknowledged:
-        job = self.batch.get(cancel.request_id)
-        leaving = self._leaving.get(cancel.request_id)
-        if job is not None:
+        def is_meant(dispatch: Dispatch) -> bool:
+            return not cancel.epoch or dispatch.epoch <= cancel.epoch
+
+        job = self._job(cancel.request_id)
+        pulling = self._pulling.get(cancel.request_id)
+        was_running = False
+        if pulling is not None and is_meant(pulling):
+            del self._pulling[cancel.request_id]
+            was_running = True
+        if job is not None and is_meant(job.dispatch):
+            was_running = not job.is_cancelled
             job.is_cancelled = True
-            if not job.is_admitted:
+            if job.id in self._leaving:
+                self._leaving[job.id][1].set()
+            elif not job.is_admitted:
                 self._drop(job)
             self._has_work.set()
-        if leaving is not None:
-            leaving[0].is_cancelled = True
-            leaving[1].set()
-        was_running = job is not None or leaving is not None
         return CancelAcknowledged(request_id=cancel.request_id, was_running=was_running)
 
     async def _on_resend(self, resend: Resend, envelope: Envelope) -> TokensEmitted:
         def find(request_id: str) -> Held | None:
-            job = self.batch.get(request_id)
-            if job is None and request_id in self._leaving:
-                job = self._leaving[request_id][0]
-            return None if job is None else (job.dispatch.epoch, [], None)
+            job = self._job(request_id)
+            dispatch = job.dispatch if job is not None else self._pulling.get(request_id)
+            return None if dispatch is None else (dispatch.epoch, [], None)
 
         return resend_answer(f"{self.role}/{self.id}", resend, find)
+
+    def _job(self, request_id: str) -> Job | None:
+        """The job of a request, waiting, computing or on its way out."""
+        if request_id in self._leaving:
+            return self._leaving[request_id][0]
+        return self.batch.get(request_id)
 
     # Computing
 
@@ -153,12 +173,18 @@ class Prefill(Actor):
         """The only caller of the engine."""
         while True:
             await self._has_work.wait()
+            now_ns = self.bus.seams.clock_ns()
             for job in self.batch:
-                if job.is_cancelled:
+                if job.is_over(now_ns):
                     self._drop(job)
             if len(self._leaving) < self._engine.info.num_slots:
-                for job in self.batch.admit(self._engine):
+                admitted, hopeless = self.batch.admit(self._engine)
+                for job in admitted:
                     self._next_phase(job.id, "prefill compute")
+                for job in hopeless:
+                    why = f"{len(job.tokens)} prompt tokens do not fit into prefill {self.id}"
+                    await self._fail(job, Failure(code=Code.CONTEXT_LENGTH, message=why))
+                    self._drop(job)
             step = self.batch.next_step(self._engine.info.max_step_tokens)
             if not step:
                 self._has_work.clear()
@@ -202,40 +228,23 @@ class Prefill(Actor):
         span.set_attribute("shoal.state_bytes", len(state))
         with trace.use_span(span):
             try:
-                await self._offer_until_taken(job, state, cancelled)
+                await place(
+                    self.bus,
+                    ROUTE_DECODE,
+                    RELEASE_DECODE,
+                    Route(request_id=job.id, num_new=job.dispatch.limits.max_tokens, num_cached=len(job.tokens)),
+                    lambda routed: self._offer(job, state, routed, cancelled),
+                    patience_s=PATIENCE_S,
+                    is_over=lambda: job.is_cancelled,
+                )
             except BusError as error:
                 await self._fail(job, error.failure)
         self._leaving.pop(job.id, None)
         self._close(job)
         self._has_work.set()
 
-    async def _offer_until_taken(self, job: Job, state: bytes, cancelled: asyncio.Event) -> None:
-        loop = asyncio.get_running_loop()
-        give_up_s = loop.time() + PATIENCE_S
-        excluded: list[str] = []
-        while not job.is_cancelled:
-            wanted = Route(
-                request_id=job.id,
-                num_new=job.dispatch.limits.max_tokens,
-                num_cached=len(job.tokens),
-                excluded=excluded,
-            )
-            try:
-                routed = await self.bus.ask(ROUTE_DECODE.any(), wanted, timeout_s=ROUTE_S)
-            except BusError:
-                if loop.time() > give_up_s:
-                    raise
-                excluded = []
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(cancelled.wait(), PAUSE_S)
-                continue
-            if not job.is_cancelled and await self._offer(job, state, routed):
-                return
-            await self.bus.tell(RELEASE_DECODE.at(routed.balancer), Release(reservation=routed.reservation))
-            excluded = [*excluded, routed.replica]
-
-    async def _offer(self, job: Job, state: bytes, routed: Routed) -> bool:
-        """Offer the state to one decode replica. True if it took it."""
+    async def _offer(self, job: Job, state: bytes, routed: Routed, cancelled: asyncio.Event) -> bool:
+        """Offer the state to one decode replica. True if it took it, False if not or when cancelled meanwhile."""
         try:
             handle = self._bulk.offer(state, lease_s=HAND_OVER_S)
         except BusError:
@@ -252,11 +261,18 @@ class Prefill(Actor):
             sampling=job.dispatch.sampling,
             limits=job.dispatch.limits,
         )
+        asking = asyncio.create_task(self.bus.ask(HAND_OVER.at(routed.replica), offer, timeout_s=HAND_OVER_S))
+        giving_up = asyncio.create_task(cancelled.wait())
         try:
-            answer = await self.bus.ask(HAND_OVER.at(routed.replica), offer, timeout_s=HAND_OVER_S)
+            await asyncio.wait([asking, giving_up], return_when=asyncio.FIRST_COMPLETED)
+            if not asking.done():
+                return False
+            answer = await asking
         except BusError:
             return False
         finally:
+            asking.cancel()
+            giving_up.cancel()
             self._bulk.withdraw(handle)
         if isinstance(answer, Refused) and answer.is_final:
             job.is_cancelled = True  # it has ended, or is owned elsewhere

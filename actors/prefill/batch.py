@@ -30,6 +30,10 @@ class Job:
     def num_left(self) -> int:
         return len(self.tokens) - self.num_done
 
+    def is_over(self, now_ns: int) -> bool:
+        """Nobody waits for it any more: cancelled, or past its deadline (its entrypoint then ends it by itself)."""
+        return self.is_cancelled or 0 < self.dispatch.limits.deadline_ns < now_ns
+
 
 class Batch:
     """The queue and the running set of one replica. Its order is the order of arrival; nothing overtakes."""
@@ -57,19 +61,24 @@ class Batch:
         if self._jobs.get(job.id) is job:
             del self._jobs[job.id]
 
-    def admit(self, engine: Engine) -> list[Job]:
-        """Give engine slots to waiting jobs in order, until one has to wait. The jobs admitted."""
-        admitted = []
+    def admit(self, engine: Engine) -> tuple[list[Job], list[Job]]:
+        """Give engine slots to waiting jobs in order, until one has to wait: those admitted, and those that can never
+        be (they stay in the queue)."""
+        admitted, hopeless = [], []
         for job in self._jobs.values():
             if job.is_admitted:
                 continue
             sampling = job.dispatch.sampling
             wanted = Sampling(temperature=sampling.temperature, top_p=sampling.top_p, seed=sampling.seed)
-            if engine.admit(job.id, len(job.tokens), wanted) is not Admission.OK:
+            admission = engine.admit(job.id, len(job.tokens), wanted)
+            if admission is Admission.LATER:
                 break
+            if admission is Admission.NEVER:
+                hopeless.append(job)
+                continue
             job.is_admitted = True
             admitted.append(job)
-        return admitted
+        return admitted, hopeless
 
     def next_step(self, max_tokens: int) -> list[tuple[Job, Chunk]]:
         """The chunks of one step, at most `max_tokens` together; only the last may be cut, at the grain.

@@ -7,9 +7,21 @@ from collections.abc import Callable, Sequence
 from schemas.failure import Code, Failure
 from schemas.request import End, Failed, Resend, TokensEmitted
 
-MAX_ENTRIES = 1024
 MAX_TOKENS = 16384
-"""Together at most about 150 KiB in msgpack: 1024 entries of 70 bytes and 16384 tokens of 5 bytes."""
+MAX_BYTES = 192 * 1024
+"""Of one message, by the upper estimate of `_size_bytes`: well under the 256 KiB of the size contract."""
+
+TOKEN_BYTES = 5
+ENTRY_BYTES = 48
+END_BYTES = 128
+
+
+def _size_bytes(request_id: str, num_tokens: int, end: End | None) -> int:
+    """At most what an entry takes in msgpack, all its arrays counted."""
+    size = ENTRY_BYTES + 4 * len(request_id) + TOKEN_BYTES * num_tokens
+    if isinstance(end, Failed):
+        size += len(end.failure.message.encode()) + len(end.failure.field.encode())
+    return size if end is None else size + END_BYTES
 
 
 class Emission:
@@ -27,14 +39,17 @@ class Emission:
         self._counts: list[int] = []
         self._tokens: list[int] = []
         self._ends: list[tuple[int, End]] = []
+        self._num_bytes = 0
 
     def add(self, request_id: str, epoch: int, first_index: int, tokens: Sequence[int], end: End | None = None) -> None:
         """Tokens of a request from `first_index` on, and its end if these were the last. Order is kept."""
         while len(tokens) > MAX_TOKENS:
             self.add(request_id, epoch, first_index, tokens[:MAX_TOKENS])
             first_index, tokens = first_index + MAX_TOKENS, tokens[MAX_TOKENS:]
-        if len(self._ids) == MAX_ENTRIES or len(self._tokens) + len(tokens) > MAX_TOKENS:
+        size_bytes = _size_bytes(request_id, len(tokens), end)
+        if self._num_bytes + size_bytes > MAX_BYTES:
             self._close()
+        self._num_bytes += size_bytes
         if end is not None:
             self._ends.append((len(self._ids), end))
         self._ids.append(request_id)

@@ -19,7 +19,7 @@ from bus.actor import Actor, Envelope, Handler
 from bus.bulk import MemoryBulk, MemoryHub
 from bus.bus import Bus, BusError, Delivery
 from bus.memory import MemoryBroker, MemoryWire
-from bus.subjects import CANCEL, RECIPE_TOKENS, RESEND, SUBMIT, Subject, api
+from bus.subjects import CANCEL, INBOX_PREFIX, RECIPE_TOKENS, RESEND, SUBMIT, Subject, api
 from run.tokenizer import train
 from schemas.api import Protocol
 from schemas.failure import Code, Failure
@@ -183,7 +183,7 @@ class Inbox:
 
     def __init__(self, wire: MemoryWire) -> None:
         self.wire = wire
-        self.name = f"{wire.inbox}.r1"
+        self.name = f"{INBOX_PREFIX}{wire.inbox.rpartition('.')[2]}.r1"
         self.messages: asyncio.Queue[bytes] = asyncio.Queue()
 
     @classmethod

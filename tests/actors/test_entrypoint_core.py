@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from hypothesis import given
@@ -18,8 +19,12 @@ from tests.actors.builders import submit
 STOP = Finished(reason=FinishReason.STOP)
 
 
+def new() -> Request:
+    return Request(submit(), itertools.count(1), heard_s=0.0)
+
+
 def decoding() -> Request:
-    request = Request(submit(), heard_s=0.0)
+    request = new()
     request.dispatch("p0", 0.0)
     assert request.claim(1, "d0", 0.0) == Claimed(epoch=2)
     return request
@@ -33,7 +38,7 @@ class TestRequest:
         assert request.owner == Owner(Role.DECODE, "d0")
 
     def test_a_refused_dispatch_makes_its_claim_void(self) -> None:
-        request = Request(submit(), heard_s=0.0)
+        request = new()
         first = request.dispatch("p0", 0.0)
         request.refused()
         assert isinstance(request.claim(first, "d0", 0.0), ClaimRefused)
@@ -74,6 +79,25 @@ class TestRequest:
 
 
 class TestShard:
+    def test_nothing_said_of_an_earlier_request_of_the_same_id_counts(self) -> None:
+        shard = Shard("e0")
+        first = shard.submit(submit(), 0.0)
+        assert first is not None
+        old = first.dispatch("p0", 0.0)
+        shard.finish(first, Cancelled(), 1.0)
+        second = shard.submit(submit(), 2.0)
+        assert second is not None
+        second.dispatch("p0", 2.0)
+        assert isinstance(second.claim(old, "d0", 2.0), ClaimRefused)
+        assert shard.accept(second, old, 0, [1], STOP, 2.0) is Verdict.STALE
+
+    def test_who_sends_for_a_request_it_does_not_hold_is_told_once_in_a_while(self) -> None:
+        shard = Shard("e0")
+        assert shard.is_new_stray("decode/d0", "r1", 0.0)
+        assert not shard.is_new_stray("decode/d0", "r1", SILENCE_S - 0.1)
+        assert shard.is_new_stray("decode/d1", "r1", 0.1)
+        assert shard.is_new_stray("decode/d0", "r1", SILENCE_S)
+
     def test_one_live_request_per_id(self) -> None:
         shard = Shard("e0")
         first = shard.submit(submit(), 0.0)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.rules.emission import MAX_TOKENS, Emission, resend_answer
+from actors.rules.emission import MAX_BYTES, MAX_TOKENS, Emission, resend_answer
 from actors.rules.outbox import BACKLOG_TOKENS, Outbox
 from actors.rules.owner import EXPIRY_S, Members, choose
 from actors.rules.window import LIMIT, SILENCE_S, Window
-from schemas.failure import Code
+from schemas.failure import Code, Failure
 from schemas.request import Failed, Finished, FinishReason, Resend
 
 STOP = Finished(reason=FinishReason.STOP)
@@ -69,7 +70,7 @@ class TestEmission:
             sent[request_id] += count
         got: dict[str, list[int]] = {"a": [], "b": [], "c": []}
         for message in emission.take():
-            assert len(message.tokens) <= MAX_TOKENS
+            assert len(msgspec.msgpack.encode(message)) <= MAX_BYTES
             start = 0
             arrays = zip(message.request_ids, message.first_indexes, message.counts, strict=True)
             for request_id, first, count in arrays:
@@ -77,6 +78,16 @@ class TestEmission:
                 got[request_id].extend(message.tokens[start : start + count])
                 start += count
         assert got == {request_id: list(range(count)) for request_id, count in sent.items()}
+
+
+    def test_many_long_errors_fit_the_size_contract_too(self) -> None:
+        emission = Emission("entrypoint/e0")
+        failure = Failure(code=Code.WORKER_LOST, message="wörter " * 100)
+        for i in range(3000):
+            emission.add(f"{i:032x}", 1 << 62, 1 << 31, [(1 << 32) - 1] * 16, Failed(failure=failure))
+        messages = emission.take()
+        assert sum(len(message.ends) for message in messages) == 3000
+        assert all(len(msgspec.msgpack.encode(message)) <= MAX_BYTES for message in messages)
 
 
 class TestResend:
