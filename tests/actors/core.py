@@ -66,6 +66,11 @@ class Listener(Actor):
                 self.over(request_id).set()
         return Taken()
 
+    def reset(self, request_id: str) -> None:
+        """Forget a request, so that its id can be used again."""
+        for known in (self.tokens, self.ends, self._is_over):
+            known.pop(request_id, None)  # type: ignore[attr-defined]
+
     def over(self, request_id: str) -> asyncio.Event:
         return self._is_over.setdefault(request_id, asyncio.Event())
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 import pytest
 
+from actors.decode.actor import Decode
+from bus.bulk import MemoryBulk
 from bus.bus import BusError
 from kernels.timed import StepCost
 from run.virtual import run_virtual
+from schemas.bulk import Handle, Payload
 from schemas.failure import Code
 from schemas.request import Cancelled, CancelReason, Failed, Finished, FinishReason, Limits, Sampling
-from tests.actors.builders import submit
+from tests.actors.builders import prompt_bytes, submit
 from tests.actors.core import core, quiet
 
 LENGTH = Finished(reason=FinishReason.LENGTH)
@@ -104,6 +108,101 @@ def test_cancel_at_any_time_frees_everything_within_a_step(delay_s: float, reaso
             stopped = Finished(reason=FinishReason.STOP)
             expected = stopped if reason is CancelReason.STOP_SEQUENCE else Cancelled()
             assert list(system.listener.ends.values()) == [expected] * 8
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("delay_s", [0.001, 0.012, 0.02, 0.03, 0.04, 0.2])
+def test_an_id_can_be_used_again_at_once_after_a_cancel(delay_s: float) -> None:
+    async def main() -> None:
+        async with core(1, 1, SLOW) as system:
+            expected = (await system.finish(submit("truth", num_tokens=200, max_tokens=7)))[0]
+            for _ in range(5):
+                await system.send(submit("r1", num_tokens=300, max_tokens=500))
+                await asyncio.sleep(delay_s)
+                canceling = asyncio.create_task(system.cancel("r1"))
+                await asyncio.sleep(0.0)
+                while (known := system.entrypoint.shard.get("r1")) is None or known.end is None:
+                    await asyncio.sleep(0.0001)
+                await system.listener.over("r1").wait()
+                system.listener.reset("r1")
+                tokens, end = await system.finish(submit("r1", num_tokens=200, max_tokens=7))
+                assert (tokens, end) == (expected, LENGTH)
+                system.listener.reset("r1")
+                await canceling
+            assert not any(task.done() for task in system.tasks.values())
+            assert await quiet(system) == {}
+
+    run_virtual(main())
+
+
+def test_a_prompt_that_takes_long_to_pull_is_not_taken_for_lost() -> None:
+    async def main() -> None:
+        async with core() as system:
+            bulk = system.bulks["prefill/p0"]
+            pull = bulk.pull
+
+            async def slow_pull(handle: Handle, *, timeout_s: float) -> bytes:
+                await asyncio.sleep(6.0)
+                return await pull(handle, timeout_s=timeout_s)
+
+            bulk.pull = slow_pull  # type: ignore[method-assign]
+            prompt = Payload(handle=system.bulks["entrypoint/e0"].offer(prompt_bytes(900), lease_s=60.0))
+            system.bulks["entrypoint/e0"].wrap = refuse_inline(system.bulks["entrypoint/e0"])  # type: ignore
+            tokens, end = await system.finish(submit("r1", num_tokens=900, max_tokens=3, prompt=prompt))
+            assert end == LENGTH and len(tokens) == 3
+            await system.send(submit("r2", num_tokens=900, max_tokens=3))
+            await asyncio.sleep(1.0)
+            assert (await system.cancel("r2")).was_running
+            assert await quiet(system) == {}
+
+    run_virtual(main())
+
+
+def refuse_inline(bulk: MemoryBulk) -> Callable[[bytes], Awaitable[Payload]]:
+    """A `wrap` that offers everything by handle."""
+
+    async def wrap(data: bytes) -> Payload:
+        return Payload(handle=bulk.offer(data, lease_s=60.0))
+
+    return wrap
+
+
+def test_a_refused_long_prompt_leaves_no_offers_behind() -> None:
+    async def main() -> None:
+        async with core() as system:
+            bulk = system.bulks["entrypoint/e0"]
+            bulk.wrap = refuse_inline(bulk)  # type: ignore[method-assign]
+            prefill = system.actors["prefill/p0"]
+            await system.send(submit("warm"))
+            await system.listener.over("warm").wait()
+            prefill.is_draining = True  # as if the balancer had not heard of it yet
+            await system.send(submit("r1"))
+            await asyncio.sleep(5.0)
+            assert bulk.num_offers <= 1
+            prefill.is_draining = False
+            await system.listener.over("r1").wait()
+            assert await quiet(system) == {}
+
+    run_virtual(main())
+
+
+def test_cancel_reaches_a_state_on_offer_to_a_stopped_decode() -> None:
+    async def main() -> None:
+        async with core() as system:
+            decode = system.actors["decode/d0"]
+            assert isinstance(decode, Decode)
+
+            async def hang(*_: object) -> None:
+                await asyncio.Event().wait()
+
+            decode._take = hang  # type: ignore[method-assign, assignment]
+            await system.send(submit("r1"))
+            await asyncio.sleep(1.0)
+            await system.cancel("r1")
+            await asyncio.sleep(0.2)
+            held = system.held()
+            assert held["prefill/p0"] == 0 and held["bulk of prefill/p0"] == 0
 
     run_virtual(main())
 
