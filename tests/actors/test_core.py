@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
 from actors.decode.actor import Decode
+from actors.prefill.actor import Prefill
 from bus.bulk import MemoryBulk
 from bus.bus import BusError
 from kernels.timed import StepCost
@@ -155,6 +157,25 @@ def test_a_prompt_that_takes_long_to_pull_is_not_taken_for_lost() -> None:
             await asyncio.sleep(1.0)
             assert (await system.cancel("r2")).was_running
             assert await quiet(system) == {}
+
+    run_virtual(main())
+
+
+def test_a_lost_answer_to_dispatch_does_not_disturb_the_request() -> None:
+    async def main() -> None:
+        async with core(cost=StepCost(step_ns=20_000_000)) as system:
+            prefill = system.actors["prefill/p0"]
+            assert isinstance(prefill, Prefill)
+            queue = prefill._queue
+
+            def without_answer(*args: Any) -> None:
+                queue(*args)
+
+            prefill._queue = without_answer  # type: ignore[method-assign, assignment]
+            started_s = asyncio.get_running_loop().time()
+            tokens, end = await system.finish(submit("r1", max_tokens=900))
+            assert end == LENGTH and len(tokens) == 900
+            assert asyncio.get_running_loop().time() - started_s < 900 * 0.02 + 1.0
 
     run_virtual(main())
 
