@@ -14,8 +14,9 @@ from urllib.parse import urlsplit
 from nats import errors
 from nats.aio.client import Client, Server
 
-from bus.bus import BusError, Delivery, check_headers, check_size, check_subject, fail
+from bus.bus import BusError, Delivery, check_headers, check_size, check_subjects, fail
 from bus.micro import Directory
+from bus.subjects import INTERNAL_INBOX
 from schemas.failure import Code
 
 log = logging.getLogger("shoal.bus")
@@ -108,7 +109,9 @@ class NatsWire:
         self._directory = Directory(self)
 
     @classmethod
-    async def connect(cls, url: str, *, name: str, inbox_prefix: str = "_INBOX", timeout_s: float = 10.0) -> NatsWire:
+    async def connect(
+        cls, url: str, *, name: str, inbox_prefix: str = INTERNAL_INBOX, timeout_s: float = 10.0
+    ) -> NatsWire:
         """Connect, as `nats://user:password@host:port`.
 
         `name` is shown in the broker's monitoring. `inbox_prefix` is what a client user may listen under. Raises
@@ -154,9 +157,7 @@ class NatsWire:
     ) -> None:
         """See `Wire.publish`. Raises `BusError(shutting_down)` once closed."""
         client = self._client
-        check_subject(subject)
-        if reply:
-            check_subject(reply)
+        check_subjects(subject, reply)
         # Headers count too: a message over the limit makes the server close the connection for good.
         if headers is not None or len(body) > client.max_payload:
             check_size(subject, body, headers, self.max_payload)

@@ -31,6 +31,9 @@ OnFate = Callable[[bool], None]
 
 DEADLINE_HEADER = "Shoal-Deadline-Ns"
 
+MAX_SUBJECTS_BYTES = 4000
+"""A subject and its reply. The broker takes 4096 bytes, with the verb and the sizes."""
+
 _encode = msgspec.msgpack.Encoder().encode
 _SPACE = re.compile(r"[ \t\r\n]")
 _NEWLINE = re.compile(r"[\r\n]")
@@ -75,7 +78,10 @@ class Wire(Protocol):
     async def publish(
         self, subject: str, body: bytes, *, reply: str = "", headers: Mapping[str, str] | None = None
     ) -> None:
-        """Hand bytes to the broker; at most once. Raises `BusError(too_large)` before anything is sent."""
+        """Hand bytes to the broker; at most once.
+
+        Raises `BusError`, before anything is sent: `too_large`, or `bad_request` for what is no subject or header.
+        """
         ...
 
     async def subscribe(
@@ -121,7 +127,19 @@ def header_bytes(headers: Mapping[str, str]) -> int:
 def check_subject(subject: str) -> None:
     """Raise `BusError(bad_request)` if this would not be one word on the wire."""
     if not subject or _SPACE.search(subject):
-        raise fail(Code.BAD_REQUEST, f"{subject!r} is not a subject")
+        raise fail(Code.BAD_REQUEST, f"{subject[:80]!r} is not a subject")
+
+
+def check_subjects(subject: str, reply: str) -> None:
+    """Raise `BusError(bad_request)` if these would not be one word each, and on one line together.
+
+    A broker closes a connection for good that sends it a longer line.
+    """
+    check_subject(subject)
+    if reply:
+        check_subject(reply)
+    if len(subject.encode()) + len(reply.encode()) > MAX_SUBJECTS_BYTES:
+        raise fail(Code.BAD_REQUEST, f"the subject {subject[:80]!r} with its reply is over {MAX_SUBJECTS_BYTES} bytes")
 
 
 def check_headers(headers: Mapping[str, str]) -> None:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from bus.bus import Delivery, check_headers, check_size, check_subject, fail
-from bus.subjects import MAX_PUBLIC_BYTES
+from bus.bus import Delivery, check_headers, check_size, check_subject, check_subjects, fail
+from bus.subjects import INTERNAL_INBOX, MAX_PUBLIC_BYTES
 from schemas.failure import Code
 
 log = logging.getLogger("shoal.bus")
@@ -133,7 +133,7 @@ class MemoryWire:
     def __init__(self, broker: MemoryBroker) -> None:
         self._broker = broker
         broker.num_wires += 1
-        self.inbox = f"_INBOX.{broker.num_wires}"
+        self.inbox = f"{INTERNAL_INBOX}.{broker.num_wires}"
         self._subscriptions: dict[_Subscription, None] = {}
         self._is_closed = False
         self._is_cut = False
@@ -147,9 +147,7 @@ class MemoryWire:
         self, subject: str, body: bytes, *, reply: str = "", headers: Mapping[str, str] | None = None
     ) -> None:
         """See `Wire.publish`."""
-        check_subject(subject)
-        if reply:
-            check_subject(reply)
+        check_subjects(subject, reply)
         if headers:
             check_headers(headers)
         check_size(subject, body, headers, self.max_payload)

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from bus.bus import Delivery, Wire
+from bus.subjects import is_inbox
 
 _TYPE = "io.nats.micro.v1.{}_response"
 
@@ -17,6 +18,7 @@ class Directory:
     """The services of one connection. Answers PING, INFO and STATS: to all, to one name, to one instance.
 
     Actors are listed without endpoints: requests go to `shoal.api.>`, and who serves them is not the client's concern.
+    Like every stranger, who asks is answered on an inbox only.
     """
 
     def __init__(self, wire: Wire) -> None:
@@ -39,7 +41,7 @@ class Directory:
 
     def _on_request(self, delivery: Delivery) -> None:
         _, verb, *wanted = delivery.subject.split(".")
-        if verb not in ("PING", "INFO", "STATS") or not delivery.reply:
+        if verb not in ("PING", "INFO", "STATS") or not is_inbox(delivery.reply):
             return
         for service in self._services:
             if wanted == [service["name"], service["id"]][: len(wanted)]:

@@ -115,6 +115,18 @@ API_PREFIX = "shoal.api."
 INBOX_PREFIX = "_INBOX."
 """Where every client listens for answers; the rest of its inbox's name is its own secret."""
 
+INTERNAL_INBOX = "_SHOAL"
+"""Where we listen ourselves. Clients see the names there, as replies of our messages; they may not publish to them, and
+`is_inbox` keeps us from doing it for them."""
+
+MAX_REPLY_BYTES = 256
+"""A client's reply subject; what we publish to it must stay within one line of the broker's protocol."""
+
+
+def is_inbox(reply: str) -> bool:
+    """Whether a stranger who asks may be answered there: it chooses the subject, and we may publish anywhere."""
+    return reply.startswith(INBOX_PREFIX) and len(reply.encode()) <= MAX_REPLY_BYTES
+
 
 def api(protocol: Protocol) -> str:
     """The public subject of a protocol."""

@@ -178,7 +178,7 @@ class Recipe(Actor):
 
     def _on_public_delivery(self, protocol: Protocol, delivery: Delivery) -> None:
         # A broker checks where clients publish, not where they let us answer: only an inbox is a place for that.
-        if delivery.reply.startswith(subjects.INBOX_PREFIX):
+        if subjects.is_inbox(delivery.reply):
             bits = self.bus.seams.random.getrandbits(128)
             call, trace_headers = read_call(protocol, delivery.body, delivery.headers, f"{bits:032x}")
             self.enqueue(self._on_public, call, delivery._replace(headers=trace_headers), is_ask=False)

@@ -137,6 +137,29 @@ def test_a_client_user_can_use_our_wire_within_its_prefix(run_async: Run, nats_s
     run_async(main())
 
 
+def test_a_client_cannot_make_the_directory_answer_elsewhere(run_async: Run, nats_server: ServerConfig) -> None:
+    async def main() -> None:
+        wire = await internal(nats_server)
+        await wire.announce("recipe", "recipe-1", "0.1.0")
+        heard: list[Delivery] = []
+        await wire.subscribe(f"{wire.inbox}.1", heard.append)
+        await wire.subscribe("shoal.entrypoint.>", heard.append)
+        user = nats_server.clients[0]
+        stranger = await Stranger.connect(nats_server, user)
+        own = await stranger.client.subscribe(f"{user.inbox_prefix}.srv")
+        long = f"{user.inbox_prefix}.{'a' * 4030}"
+        for reply in (f"{wire.inbox}.1", "shoal.entrypoint.any.cancel", long, f"{user.inbox_prefix}.srv"):
+            await stranger.client.publish("$SRV.PING", b"", reply=reply)
+        assert msgspec.json.decode((await own.next_msg(timeout=10)).data)["id"] == "recipe-1"
+        await wire.flush()
+        assert heard == []
+        assert wire.num_reconnects == 0
+        await stranger.client.close()
+        await wire.close()
+
+    run_async(main())
+
+
 def test_bytes_a_client_makes_up_do_not_deafen_the_wire(
     run_async: Run, nats_server: ServerConfig, caplog: pytest.LogCaptureFixture
 ) -> None:

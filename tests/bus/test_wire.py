@@ -253,6 +253,23 @@ def test_a_bad_subject_is_refused(run_async: Run, net: Net, subject: str) -> Non
     run_async(main())
 
 
+def test_a_line_the_broker_would_not_take_is_refused_unsent(run_async: Run, net: Net) -> None:
+    async def main() -> None:
+        async with net.wires(2) as (wire, listener):
+            heard = Heard()
+            await listener.subscribe("long.>", heard)
+            await listener.flush()
+            for subject, reply in (("long." + "ä" * 1998, ""), ("long.x", "r" * 3995)):
+                with pytest.raises(BusError) as caught:
+                    await wire.publish(subject, b"", reply=reply)
+                assert caught.value.code == Code.BAD_REQUEST
+            await wire.publish("long." + "a" * 1995, b"fits", reply="r" * 2000, headers={"A": "b"})
+            await settle(wire, listener)
+            assert heard.bodies == [b"fits"]
+
+    run_async(main())
+
+
 @pytest.mark.parametrize("headers", [{"a b": "c"}, {"": "c"}, {"a": "c\r\nd: e"}, {"a\n": "c"}, {"ä": "c"}])
 def test_a_bad_header_is_refused(run_async: Run, net: Net, headers: dict[str, str]) -> None:
     async def main() -> None:
@@ -290,6 +307,6 @@ def test_every_wire_has_an_inbox_of_its_own(run_async: Run, net: Net) -> None:
     async def main() -> None:
         async with net.wires(3) as wires:
             assert len({wire.inbox for wire in wires}) == 3
-            assert all(wire.inbox.startswith("_INBOX.") for wire in wires)
+            assert all(wire.inbox.startswith("_SHOAL.") for wire in wires)
 
     run_async(main())

@@ -123,8 +123,8 @@ def test_services_are_announced_once_also_after_a_restart(run_async: Run, nats_s
             await bus.tell(CRASH, Release(reservation=13))
             while await _incarnation(bus) in ("", before.incarnation):
                 pass
-            stop = await bus.wire.subscribe("test.services", on_delivery)
-            await bus.wire.publish("$SRV.PING", b"", reply="test.services")
+            stop = await bus.wire.subscribe("_INBOX.test.services", on_delivery)
+            await bus.wire.publish("$SRV.PING", b"", reply="_INBOX.test.services")
             await find_silent(bus, MEMBERS, timeout_s=10.0)  # answers of the same connection come in order
             await stop()
             assert sorted(answers) == ["shoal-decode", "shoal-prefill"]

@@ -7,7 +7,7 @@ import json
 
 from actors.recipe.card import ModelCard
 from bus.bus import Bus, Delivery
-from bus.subjects import api
+from bus.subjects import INBOX_PREFIX, api
 from kernels.timed import StepCost
 from run.settings import DEFAULT_MODEL
 from run.simulator import World, engine_for
@@ -28,7 +28,7 @@ async def chat(bus: Bus, name: str, body: dict[str, object]) -> list[dict[str, o
         else:
             is_over.set()
 
-    reply = f"{bus.wire.inbox}.{name}"
+    reply = f"{INBOX_PREFIX}client.{name}"
     unsubscribe = await bus.wire.subscribe(reply, on_delivery)
     await bus.wire.publish(api(Protocol.CHAT_COMPLETIONS), json.dumps(body).encode(), reply=reply)
     await is_over.wait()
