@@ -229,7 +229,9 @@ class InStream:
         return items
 
     def put(self, body: bytes | Handle, is_last: bool, status: int) -> None:
-        """The next item has come."""
+        """The next item has come. Dropped after the end."""
+        if self._is_ended:
+            return
         self._items.append((body, is_last, status))
         self._num_bytes += body.size_bytes if isinstance(body, Handle) else len(body)
         if is_last:

@@ -6,35 +6,24 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from opentelemetry import trace
 from opentelemetry.trace import SpanKind
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from actors.gateway.asgi import (
-    BodyTooLarge,
-    Message,
-    Receive,
-    Send,
-    Server,
-    client_gone,
-    listener,
-    read_body,
-    send_reply,
-)
+from actors.gateway.asgi import BodyTooLarge, Message, Receive, Send, Server, client_gone, listener, read_body, send_reply
+from actors.gateway.exchange import Exchange, by_recipe
 from actors.gateway.http import (
-    DONE,
     HEALTH_PATH,
     MODELS_PATH,
     POSTS,
     Reply,
     Request,
+    block,
     frame,
     health,
     ignored_header,
-    keep_alive,
     models_body,
     not_found,
 )
@@ -44,17 +33,7 @@ from bus.actor import Actor, Envelope, Handler
 from bus.bulk import Bulk
 from bus.bus import Bus, BusError, fail
 from bus.stream import InStream, StreamReader
-from bus.subjects import (
-    CALL,
-    EXITED,
-    HEADROOM_BYTES,
-    MAX_PUBLIC_BYTES,
-    PROBE,
-    RECIPE_CANCEL,
-    STREAM,
-    Address,
-    Subject,
-)
+from bus.subjects import CALL, EXITED, HEADROOM_BYTES, MAX_PUBLIC_BYTES, PROBE, RECIPE_CANCEL, STREAM, Address, Subject
 from schemas.api import Answer, Call, Called, Probe, Protocol, StreamBatch
 from schemas.failure import Code
 from schemas.liveness import ProcessExited
@@ -72,26 +51,13 @@ STALL_S = 30.0
 """A stream whose recipe neither sends nor answers a probe for so long is given up."""
 
 WATCH_S = 5.0
-KEEP_ALIVE_S = 10.0
 KEEP_ALIVE = b""
 """An item the gateway puts into a silent stream itself: real ones are never empty."""
 
-MAX_STRIKES = 2
-"""A recipe's answer may overtake its last items once; twice, and they are lost."""
+_UNANSWERED = (Code.DEADLINE_EXCEEDED, Code.INTERNAL)
+"""Codes of a call that a recipe may be serving all the same: its answer did not come, or cannot be read."""
 
-
-@dataclass(slots=True, eq=False)
-class _Exchange:
-    """One request being served."""
-
-    request: Request
-    protocol: Protocol
-    stream: InStream
-    recipe: str = ""
-    num_seen: int = 0
-    quiet_since_s: float = 0.0
-    num_strikes: int = 0
-    is_over: bool = False
+_Exchange = Exchange[InStream]
 
 
 class Gateway(Actor):
@@ -209,12 +175,16 @@ class Gateway(Actor):
     ) -> Reply | None:
         """One request with its stream. However it ends early, the recipe hears of it."""
         stream = self._reader.open(next(self._stream_ids), stall_s=STALL_S)
-        exchange = _Exchange(request, protocol, stream, quiet_since_s=self._now_s())
+        exchange = _Exchange(request, protocol, stream, self._now_s())
         self._exchanges[stream.stream_id] = exchange
         gone = asyncio.create_task(client_gone(receive), name=f"client/{request.request_id}")
         gone.add_done_callback(lambda _: stream.fail(fail(Code.CANCELLED, "the client has gone")))
         try:
-            answer: Called | Answer = await self._call(request, protocol, tenant, body, stream.stream_id)
+            try:
+                answer: Called | Answer = await self._call(request, protocol, tenant, body, stream.stream_id)
+            except BusError as error:
+                exchange.is_over = error.code not in _UNANSWERED
+                raise
             if isinstance(answer, Answer):
                 exchange.is_over = True
                 return request.answered(answer)
@@ -226,8 +196,9 @@ class Gateway(Actor):
             gone.cancel()
             stream.close()
             del self._exchanges[stream.stream_id]
-            if not exchange.is_over and exchange.recipe:
-                self._cancel(exchange)
+            if not exchange.is_over:
+                cancel = Cancel(request_id=request.request_id, reason=CancelReason.CLIENT_GONE)
+                self.spawn(self._cancel(exchange.recipe, cancel))
 
     async def _stream(self, exchange: _Exchange, called: Called, send: Send) -> Reply | None:
         """Send events as they come. A request that fails before its first event gets a proper status instead."""
@@ -244,10 +215,8 @@ class Gateway(Actor):
                     await send({"type": "http.response.start", "status": 200, "headers": headers})
                     is_started = True
                 num_sent += len(bodies)
-                block = frame(protocol, bodies) if bodies else keep_alive(protocol)
-                if exchange.is_over and status == 200 and protocol is Protocol.CHAT_COMPLETIONS:
-                    block += DONE
-                await send({"type": "http.response.body", "body": block, "more_body": not exchange.is_over})
+                sent = block(protocol, bodies, is_done=exchange.is_over and status == 200)
+                await send({"type": "http.response.body", "body": sent, "more_body": not exchange.is_over})
         except BusError as error:
             if not is_started:
                 raise
@@ -272,13 +241,13 @@ class Gateway(Actor):
         self._reader.feed(batch)
         return Taken()
 
-    def _cancel(self, exchange: _Exchange) -> None:
-        cancel = Cancel(request_id=exchange.request.request_id, reason=CancelReason.CLIENT_GONE)
-        self.spawn(self._cancel_at(exchange.recipe, cancel))
-
-    async def _cancel_at(self, recipe: str, cancel: Cancel) -> None:
+    async def _cancel(self, recipe: str, cancel: Cancel) -> None:
+        """Tell its recipe; all of them, if it is not known which took it."""
         try:
-            await self.bus.ask(RECIPE_CANCEL.at(recipe), cancel, timeout_s=ASK_TIMEOUT_S)
+            if recipe:
+                await self.bus.ask(RECIPE_CANCEL.at(recipe), cancel, timeout_s=ASK_TIMEOUT_S)
+            else:
+                await self.bus.tell(RECIPE_CANCEL.all(), cancel)
         except BusError as error:
             log.warning("cancel of %s at recipe %s: %s", cancel.request_id, recipe, error)
 
@@ -298,17 +267,11 @@ class Gateway(Actor):
         while True:
             await asyncio.sleep(WATCH_S)
             now_s = self._now_s()
-            silent: dict[str, list[_Exchange]] = {}
-            for exchange in self._exchanges.values():
-                if exchange.num_seen != exchange.stream.next_seq:
-                    exchange.num_seen, exchange.quiet_since_s = exchange.stream.next_seq, now_s
-                    continue
-                if exchange.recipe:
-                    silent.setdefault(exchange.recipe, []).append(exchange)
-                if exchange.recipe and now_s - exchange.quiet_since_s >= KEEP_ALIVE_S:
-                    exchange.quiet_since_s = now_s
+            silent = [exchange for exchange in self._exchanges.values() if exchange.is_silent(now_s)]
+            for exchange in silent:
+                if exchange.needs_keep_alive(now_s):
                     exchange.stream.put(KEEP_ALIVE, False, 200)
-            for recipe, exchanges in silent.items():
+            for recipe, exchanges in by_recipe(silent).items():
                 self.spawn(self._probe(recipe, exchanges))
 
     async def _probe(self, recipe: str, exchanges: list[_Exchange]) -> None:
@@ -322,11 +285,8 @@ class Gateway(Actor):
             return
         for exchange, next_seq in zip(exchanges, probed.next_seqs, strict=True):
             if next_seq == exchange.stream.next_seq:
-                exchange.num_strikes = 0
                 exchange.stream.touched = self._now_s()
-                continue
-            exchange.num_strikes += 1
-            if exchange.num_strikes >= MAX_STRIKES:
+            if exchange.is_lost(next_seq):
                 exchange.stream.fail(fail(Code.WORKER_LOST, "the recipe does not know this request any more"))
 
     def _now_s(self) -> float:

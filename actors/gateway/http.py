@@ -130,6 +130,12 @@ def frame(protocol: Protocol, items: Sequence[bytes]) -> bytes:
     return b"".join([b"event: %b\ndata: %b\n\n" % (item[9 : item.index(b'"', 9)], item) for item in items])
 
 
-def keep_alive(protocol: Protocol) -> bytes:
+def block(protocol: Protocol, items: Sequence[bytes], *, is_done: bool) -> bytes:
+    """What a stream sends for these events; for none, a sign of life. `is_done`: they end it, and well."""
+    sent = frame(protocol, items) if items else _keep_alive(protocol)
+    return sent + DONE if is_done and protocol is Protocol.CHAT_COMPLETIONS else sent
+
+
+def _keep_alive(protocol: Protocol) -> bytes:
     """What an idle stream carries, so that nothing on the way takes it for dead."""
     return frame(protocol, [b'{"type":"ping"}']) if protocol is Protocol.MESSAGES else b": keep-alive\n\n"

@@ -11,9 +11,12 @@ import openai
 import pytest
 
 from actors.gateway import actor as gateway_actor
+from actors.gateway import exchange
 from actors.gateway.actor import MAX_BODY_BYTES
 from actors.gateway.keys import Keys, KeysError
 from actors.recipe.card import ModelCard
+from bus.bus import Delivery
+from bus.memory import MemoryWire
 from bus.subjects import EXITED
 from schemas.liveness import ProcessExited
 from schemas.request import CancelReason, Finished, FinishReason
@@ -210,6 +213,30 @@ def test_stopping_ends_streams_and_frees_the_port(run_async: Run, card: ModelCar
     run_async(begun())
 
 
+def test_a_call_whose_answer_is_lost_is_cancelled(
+    run_async: Run, card: ModelCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateway_actor, "CALL_TIMEOUT_S", 0.3)
+
+    async def main() -> None:
+        async with edge(card) as system, http(system) as client:
+            system.entrypoint.is_silent = True
+            publish = system.broker.publish
+
+            def lossy(source: MemoryWire, delivery: Delivery) -> None:
+                if b"Called" not in delivery.body:
+                    publish(source, delivery)
+
+            monkeypatch.setattr(system.broker, "publish", lossy)
+            answer = await client.post(CHAT_PATH, json=BODIES[CHAT_PATH])
+            assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
+            [id] = system.entrypoint.submitted
+            await system.entrypoint.until(lambda: id in system.entrypoint.cancelled)
+            assert len(system.recipe._open) == 0
+
+    run_async(main())
+
+
 def test_a_recipe_that_died(run_async: Run, card: ModelCard) -> None:
     async def main() -> None:
         async with edge(card) as system, http(system) as client:
@@ -229,7 +256,7 @@ def test_a_recipe_that_died(run_async: Run, card: ModelCard) -> None:
 def test_silence_is_broken_and_asked_after(run_async: Run, card: ModelCard, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep-alives while the recipe knows the stream; an error when it does not."""
     monkeypatch.setattr(gateway_actor, "WATCH_S", 0.05)
-    monkeypatch.setattr(gateway_actor, "KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr(exchange, "KEEP_ALIVE_S", 0.05)
 
     async def main() -> None:
         async with edge(card, text="Hello") as system, http(system) as client:

@@ -168,6 +168,17 @@ def test_a_closed_stream_takes_nothing_and_its_id_is_free(run_async: Run) -> Non
     run_async(main())
 
 
+def test_what_is_put_after_the_end_is_dropped(run_async: Run) -> None:
+    async def main() -> None:
+        stream = make_reader().open(1, stall_s=60)
+        stream.put(b"a", False, 200)
+        stream.put(b"end", True, 200)
+        stream.put(b"", False, 200)
+        assert [(item.body, item.is_last) for item in await read(stream)] == [(b"a", False), (b"end", True)]
+
+    run_async(main())
+
+
 def test_a_stream_can_be_failed_from_outside(run_async: Run) -> None:
     async def main() -> None:
         reader = make_reader()
