@@ -25,7 +25,7 @@ MAX_BYTES = 1 << 30
 MAX_IDLE_CONNECTIONS = 4
 
 BACKLOG = 4096
-"""Connections that may wait for us. Past asyncio's 100 a burst of pulls lost some, for the second TCP takes to retry."""
+"""Connections that may wait. Past asyncio's 100 a burst of pulls loses some, for the second TCP takes to retry."""
 
 
 class Bulk(Protocol):
