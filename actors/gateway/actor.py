@@ -12,7 +12,8 @@ from opentelemetry import trace
 from opentelemetry.trace import SpanKind
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from actors.gateway.asgi import BodyTooLarge, Message, Receive, Send, Server, client_gone, listener, read_body, send_reply
+from actors.gateway import asgi
+from actors.gateway.asgi import Message, Receive, Send, send_reply
 from actors.gateway.exchange import Exchange, by_recipe
 from actors.gateway.http import (
     HEALTH_PATH,
@@ -78,7 +79,7 @@ class Gateway(Actor):
         self._reader = StreamReader(bulk)
         self._exchanges: dict[int, _Exchange] = {}
         self._stream_ids = itertools.count(1)
-        self._server: Server | None = None
+        self._server: asgi.Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
     def handlers(self) -> Mapping[Subject[Any, Any], Handler]:
@@ -88,10 +89,10 @@ class Gateway(Actor):
         return {EXITED.all(): self._on_exited}
 
     async def on_start(self) -> None:
-        sock = listener("0.0.0.0" if self._keys else self._host, self.port)
+        sock = asgi.listener("0.0.0.0" if self._keys else self._host, self.port)
         self.port = sock.getsockname()[1]
         is_listening = asyncio.Event()
-        self._server = Server(self._serve_http, is_listening.set)
+        self._server = asgi.Server(self._serve_http, is_listening.set)
         self._serving = asyncio.create_task(self._server.serve([sock]), name=f"http/{self.id}")
         self._serving.add_done_callback(self._on_server_done)
         await is_listening.wait()
@@ -146,8 +147,8 @@ class Gateway(Actor):
         if request.method != "POST" or protocol is None:
             return not_found(request)
         try:
-            body = await read_body(receive, MAX_BODY_BYTES)
-        except BodyTooLarge as error:
+            body = await asgi.read_body(receive, MAX_BODY_BYTES)
+        except asgi.BodyTooLarge as error:
             raise fail(Code.TOO_LARGE, str(error)) from None
         if body is None:
             return None  # the client has gone
@@ -177,7 +178,7 @@ class Gateway(Actor):
         stream = self._reader.open(next(self._stream_ids), stall_s=STALL_S)
         exchange = _Exchange(request, protocol, stream, self._now_s())
         self._exchanges[stream.stream_id] = exchange
-        gone = asyncio.create_task(client_gone(receive), name=f"client/{request.request_id}")
+        gone = asyncio.create_task(asgi.client_gone(receive), name=f"client/{request.request_id}")
         gone.add_done_callback(lambda _: stream.fail(fail(Code.CANCELLED, "the client has gone")))
         try:
             try:
