@@ -9,7 +9,7 @@ from kernels.config import LayerRole, ModelConfig
 from kernels.layout import Emission
 from kernels.ops.linear import linear
 from kernels.ops.quant import fp4_e4m3_qdq, fp4_e8m0_qdq
-from kernels.ops.rope import Rotation, frequencies, rotate_
+from kernels.ops.rope import Rotation, frequencies, rotate_quantize
 from kernels.ops.rounding import Rounding, rms_norm
 from kernels.step import Step
 
@@ -44,9 +44,9 @@ class Compressor:
         rotation = Rotation.at(emission.positions, self.freqs)
         # Index keys come from the un-rotated latent, so they go first.
         keys = rms_norm(r(linear(latent, self.wk)), self.k_norm, c.rms_norm_eps, r)
-        keys = fp4_e8m0_qdq(r(rotate_(keys.unsqueeze(1), rotation).squeeze(1)))
+        keys = rotate_quantize(keys.unsqueeze(1), rotation, fp4_e8m0_qdq, r).squeeze(1)
         index_k.flatten(0, 1)[emission.target] = keys.to(index_k.dtype)
-        latent = fp4_e4m3_qdq(r(rotate_(latent.unsqueeze(1), rotation).squeeze(1)))
+        latent = rotate_quantize(latent.unsqueeze(1), rotation, fp4_e4m3_qdq, r).squeeze(1)
         main.flatten(0, 1)[emission.target] = latent.to(main.dtype)
 
     def _pool_pairs(self, new: torch.Tensor, emission: Emission, step: Step) -> torch.Tensor:

@@ -10,7 +10,7 @@ from kernels.layout import Group
 from kernels.ops import index
 from kernels.ops.attention import KeySet
 from kernels.ops.quant import fp4_e8m0_qdq
-from kernels.ops.rope import rotate_
+from kernels.ops.rope import rotate_quantize
 from kernels.ops.rounding import Rounding
 from kernels.step import Step
 
@@ -38,7 +38,7 @@ class Indexer:
             step.candidates = [None] * len(layout.groups)
         visible = layout.visible(self.role.ratio)
         q = queries.view(queries.shape[0], c.index_n_heads, c.index_head_dim)
-        q = fp4_e8m0_qdq(r(rotate_(q, step.compressed)))
+        q = rotate_quantize(q, step.compressed, fp4_e8m0_qdq, r)
         weights = r(r(weights) * self.scale)
         picks = []
         for number, group in enumerate(layout.groups):

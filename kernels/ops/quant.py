@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from kernels.ops.dispatch import by_device
+
 _FP8_MAX = 448.0
 _FP4_MAX = 6.0
 # Reciprocals in FP32, as published: dividing instead gives other scales for a few inputs.
@@ -14,6 +16,7 @@ _HALF = torch.tensor(0.5)
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 
 
+@by_device
 def fp8_qdq(x: torch.Tensor) -> torch.Tensor:
     """E4M3 with a power-of-two scale per 32 values of the last axis. fp32 -> fp32 of the same shape."""
     groups = x.reshape(*x.shape[:-1], -1, 32)
@@ -23,6 +26,7 @@ def fp8_qdq(x: torch.Tensor) -> torch.Tensor:
     return codes.to(torch.float32).mul_(scale).flatten(-2)
 
 
+@by_device
 def fp4_e8m0_qdq(x: torch.Tensor) -> torch.Tensor:
     """E2M1 with a power-of-two scale per 32 values of the last axis: index queries and keys."""
     groups = x.reshape(*x.shape[:-1], -1, 32)
@@ -31,6 +35,7 @@ def fp4_e8m0_qdq(x: torch.Tensor) -> torch.Tensor:
     return _round_e2m1(groups / scale).mul_(scale).flatten(-2)
 
 
+@by_device
 def fp4_e4m3_qdq(x: torch.Tensor) -> torch.Tensor:
     """E2M1 with an E4M3 scale per 16 values of the last axis: the main compressed KV."""
     groups = x.reshape(*x.shape[:-1], -1, 16)

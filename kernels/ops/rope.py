@@ -9,6 +9,8 @@ from functools import cached_property
 import torch
 
 from kernels.config import RopeScaling
+from kernels.ops.dispatch import by_device
+from kernels.ops.rounding import Rounding
 
 
 def frequencies(dim: int, theta: float, scaling: RopeScaling | None) -> torch.Tensor:
@@ -43,11 +45,16 @@ class Rotation:
         pairs = (torch.stack((cos, cos), -1).flatten(-2), torch.stack((-sin, sin), -1).flatten(-2))
         return cls(pairs[0][:, None], pairs[1][:, None])
 
+    def select(self, rows: torch.Tensor) -> Rotation:
+        """That of the given rows."""
+        return Rotation(self.cos[rows], self.sin[rows])
+
     @cached_property
     def inverse(self) -> Rotation:
         return Rotation(self.cos, -self.sin)
 
 
+@by_device
 def rotate_(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     """Rotate the last dims of `x` `[rows, heads, dim]` in place and return it; unrounded.
 
@@ -57,3 +64,12 @@ def rotate_(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     swapped = tail.reshape(*tail.shape[:-1], -1, 2).flip(-1).flatten(-2).mul_(rotation.sin)
     tail.mul_(rotation.cos).add_(swapped)
     return x
+
+
+@by_device
+def rotate_quantize(x: torch.Tensor, rotation: Rotation, quantize: Rounding, rounding: Rounding) -> torch.Tensor:
+    """`x` `[rows, heads, dim]` fp32, which may be overwritten, rotated, rounded and put through `quantize`.
+
+    `quantize` is one of the quantise-dequantise functions of `ops/quant.py`: what a cache row or index query becomes.
+    """
+    return quantize(rounding(rotate_(x, rotation)))

@@ -1,0 +1,51 @@
+"""Compiles every kernel for one GPU, without having it: `python -m tests.kernels.gpu.compile_all`.
+
+Host functions run on CPU tensors under a driver that only names its target; a launch compiles and does not run.
+Prints the kernels with their shared memory in bytes, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from run.bench.gpu_cases import CASES, WIDE, Draw
+
+
+class _Named:
+    """A driver without a device."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def main() -> None:
+    triton.runtime.driver.set_active(_Named())
+    run = JITFunction.run
+    shared: dict[str, int] = {}
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        compiled = run(self, *args, grid=grid, warmup=True, **kwargs)
+        name = self.fn.__name__
+        shared[name] = max(shared.get(name, 0), compiled.metadata.shared)
+        return compiled
+
+    JITFunction.run = compile_only
+    for case in CASES:
+        case.kernel(case.make(Draw(WIDE)))
+    json.dump(shared, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
