@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from kernels.checkpoint import Checkpoint
@@ -47,20 +49,24 @@ class Attention:
         self.wo_a = wo_a.view(c.o_groups, c.o_lora_rank, group_dim)
         self.wo_b = Projection(checkpoint.matrix(f"{name}.wo_b", c.hidden_size, c.o_groups * c.o_lora_rank))
 
-    def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        """`x` [padded rows, dim], normed -> [padded rows, dim]; writes this layer's state."""
+    def project(self, x: torch.Tensor, step: Step) -> Sequence[torch.Tensor]:
+        """What attention reads of `x` [padded rows, dim], normed; a KV owner writes its compressed rows."""
+        projected = self.w_in.forward(x)
+        if self.compressor is not None:
+            self.compressor.forward(projected[2], step)
+        return projected
+
+    def forward(self, projected: Sequence[torch.Tensor], step: Step) -> torch.Tensor:
+        """What `project` gave, for the rows wanted -> [padded rows, dim]; writes this layer's window rows."""
         c, r = self.config, self.round
         rotation = step.compressed if self.role.ratio else step.window
-        rows, heads = x.shape[0], c.num_attention_heads
-        projected = self.w_in.forward(x)
+        rows, heads = projected[0].shape[0], c.num_attention_heads
         qr = rms_norm(r(projected[0]), self.q_norm, c.rms_norm_eps, r)
         kv = rms_norm(r(projected[1]), self.kv_norm, c.rms_norm_eps, r)
         queries = self.wq_b.forward(qr)
         both = torch.cat((r(queries[0]).view(rows, heads, c.head_dim), kv.unsqueeze(1)), 1)
         both = r(rotate_(both, rotation))
         q, kv = both[:, :heads], r(fp8_qdq(both[:, heads]))
-        if self.compressor is not None:
-            self.compressor.forward(projected[2], step)
         if self.indexer is not None:
             step.key_sets = self.indexer.forward(r(queries[1]), projected[-1], step)
         out = self._attend(q, kv, step)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from kernels.attention import Attention
@@ -35,14 +37,21 @@ class Block:
 
         self.attn_mix, self.ffn_mix = mix_weights("attn"), mix_weights("ffn")
 
-    def forward(self, streams: torch.Tensor, pre: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-        """`streams` [rows, C, dim] and the `pre` [rows, C] of the sub-layer before -> the same for the next layer.
+    def project(self, streams: torch.Tensor, pre: torch.Tensor, step: Step) -> Sequence[torch.Tensor]:
+        """What attention reads of `streams` [rows, C, dim] through the `pre` [rows, C] of the sub-layer before."""
+        x = rms_norm(collapse(streams, pre, self.round), self.attn_norm, self.config.rms_norm_eps, self.round)
+        return self.attention.project(x, step)
+
+    def forward(
+        self, streams: torch.Tensor, projected: Sequence[torch.Tensor], step: Step
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`streams` [rows, C, dim] and what `project` read of them -> the streams and `pre` for the next layer.
 
         The mix is delayed: a sub-layer reads through the previous one's `pre`, and writes through its own.
         """
         eps, r = self.config.rms_norm_eps, self.round
         mixed = self._mix(streams, self.attn_mix)
-        y = self.attention.forward(rms_norm(collapse(streams, pre, r), self.attn_norm, eps, r), step)
+        y = self.attention.forward(projected, step)
         step.record(f"layers.{self.layer}.attn_out", y)
         streams, pre = expand(y, streams, mixed, r), mixed.pre
         mixed = self._mix(streams, self.ffn_mix)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from kernels import replay
 from kernels.config import ModelConfig
 from kernels.ops.index import KEY_TILE
+from kernels.replay import Starts
 
 
 class PoolFull(RuntimeError):
@@ -48,6 +50,7 @@ class StatePool:
                 self.pair[role.layer] = torch.zeros(num_slots, self.pair_rows, 2, dim)
         self.tokens = torch.zeros(num_slots, max_tokens, dtype=torch.int64)
         self._length = [0] * num_slots
+        self._starts = [Starts()] * num_slots
         self._floor = [0] * num_slots  # the shortest length that truncate can still restore
         self._free = list(range(num_slots - 1, -1, -1))
         self._used: set[int] = set()
@@ -69,6 +72,7 @@ class StatePool:
         slot = self._free.pop()
         self._used.add(slot)
         self._length[slot] = self._floor[slot] = 0
+        self._starts[slot] = Starts()
         return slot
 
     def free(self, slot: int) -> None:
@@ -82,17 +86,37 @@ class StatePool:
         self._need(slot)
         return self._length[slot]
 
+    def starts(self, slot: int) -> Starts:
+        """What bounded replay left out of the slot's state."""
+        self._need(slot)
+        return self._starts[slot]
+
+    def plan_replay(self, slot: int, num_tokens: int) -> None:
+        """Decoder replay: the slot's prompt ends at `num_tokens`, and decoder layers compute its last window only.
+
+        Said once, before that window is reached; then the prompt may be cut in any way, and generation follows.
+        Raises ValueError when the slot holds tokens of that window already.
+        """
+        self._need(slot)
+        starts = replay.for_prompt(self._starts[slot], num_tokens, self.config.sliding_window)
+        if self._length[slot] > starts.decoder:
+            raise ValueError(
+                f"slot {slot} holds {self._length[slot]} tokens, decoder replay begins at {starts.decoder}"
+            )
+        self._starts[slot] = starts
+
     def advance(self, slot: int, num_tokens: int) -> None:
         """Count tokens whose state a forward pass has just written (called by `Model.forward`)."""
         length = self._length[slot] + num_tokens
         self._length[slot] = length
-        self._floor[slot] = max(self._floor[slot], length - self.max_rollback)
+        # A replayed prompt cannot be cut short: another length would have been replayed from elsewhere.
+        self._floor[slot] = max(self._floor[slot], length - self.max_rollback, min(length, self._starts[slot].whole))
 
     def truncate(self, slot: int, length: int) -> None:
         """Take back the tokens from position `length` on, as if they had never been computed.
 
         Raises ValueError when `length` is beyond the present one, more than `max_rollback` tokens back,
-        or before the point at which the state was imported.
+        within a replayed prompt, or before the point at which the state was imported.
         """
         self._need(slot)
         if not self._floor[slot] <= length <= self._length[slot]:
@@ -106,10 +130,12 @@ class StatePool:
 
         `length` [] int64; `tokens` [length] int64; `swa` [layers, min(length, window - 1), head_dim] bf16, in position
         order; per KV owner `main.{layer}` and `index_k.{layer}` [length // ratio, dim] bf16; per ratio-2 owner
-        `pair.{layer}` [length % 2, 2, head_dim] fp32.
+        `pair.{layer}` [length % 2, 2, head_dim] fp32. Raises ValueError within a prompt that is being replayed.
         """
         self._need(slot)
-        length = self._length[slot]
+        length, whole = self._length[slot], self._starts[slot].whole
+        if length < whole:
+            raise ValueError(f"slot {slot}: {length} of {whole} replayed tokens are computed")
         rows = self._ring_index(length)
         tensors = {
             "length": torch.tensor(length),
@@ -136,13 +162,7 @@ class StatePool:
         if not 0 <= length <= self.max_tokens:
             raise ValueError(f"imported state of {length} tokens does not fit in {self.max_tokens}")
         # Every tensor is checked before any is written, so that a bad one leaves the slot as it was.
-        targets: list[tuple[torch.Tensor, str]] = [(self.tokens[slot, :length], "tokens")]
-        for role in self.config.kv_owners:
-            num_rows = length // role.ratio
-            targets.append((self.main[role.layer][slot, :num_rows], f"main.{role.layer}"))
-            targets.append((self.index_k[role.layer][slot, :num_rows], f"index_k.{role.layer}"))
-        for target, name in targets:
-            _check(tensors, name, target.shape, target.dtype)
+        targets = self._prefix_targets(slot, length, tensors)
         rows, dim = self._ring_index(length), self.config.head_dim
         _check(tensors, "swa", (self.config.num_hidden_layers, len(rows), dim), self.swa.dtype)
         pair_rows = self._pair_index(length)
@@ -154,6 +174,38 @@ class StatePool:
         for layer, pair in self.pair.items():
             pair[slot, pair_rows] = tensors[f"pair.{layer}"]
         self._length[slot] = self._floor[slot] = length
+        self._starts[slot] = Starts()
+
+    def import_prefix(self, slot: int, tensors: dict[str, torch.Tensor]) -> None:
+        """Put the cached compressed rows of a prefix into an allocated slot, without window rows (encoder replay).
+
+        `tokens`, `main.{layer}` and `index_k.{layer}` as `export` gives them for the prefix. The slot's length is
+        then one window short of it: the caller computes those tokens again, and with them the window rows; compressed
+        rows of the prefix stay. Raises ValueError as `import_` does.
+        """
+        self._need(slot)
+        if "tokens" not in tensors:
+            raise ValueError("imported state lacks tokens")
+        length = tensors["tokens"].numel()
+        if length > self.max_tokens:
+            raise ValueError(f"imported state of {length} tokens does not fit in {self.max_tokens}")
+        for target, name in self._prefix_targets(slot, length, tensors):
+            target.copy_(tensors[name])
+        self._starts[slot] = replay.after_prefix(length, self.config.sliding_window)
+        self._length[slot] = self._floor[slot] = self._starts[slot].encoder
+
+    def _prefix_targets(
+        self, slot: int, length: int, tensors: dict[str, torch.Tensor]
+    ) -> list[tuple[torch.Tensor, str]]:
+        """Where the tokens and compressed rows of `tensors` go, each checked."""
+        targets: list[tuple[torch.Tensor, str]] = [(self.tokens[slot, :length], "tokens")]
+        for role in self.config.kv_owners:
+            num_rows = length // role.ratio
+            targets.append((self.main[role.layer][slot, :num_rows], f"main.{role.layer}"))
+            targets.append((self.index_k[role.layer][slot, :num_rows], f"index_k.{role.layer}"))
+        for target, name in targets:
+            _check(tensors, name, target.shape, target.dtype)
+        return targets
 
     def _ring_index(self, length: int) -> torch.Tensor:
         """Ring rows that the token at position `length` will read, in position order."""

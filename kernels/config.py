@@ -149,6 +149,11 @@ class ModelConfig:
         """The layers that write compressed KV and index keys, in order."""
         return tuple(role for role in self.layers if role.owns_kv)
 
+    @property
+    def first_decoder_layer(self) -> int:
+        """The last layer that writes compressed KV: from it on layers only read what it wrote (spec §5)."""
+        return max((role.layer for role in self.kv_owners), default=self.num_hidden_layers)
+
     def _role(self, layer: int) -> LayerRole:
         ratio = self.compress_ratios[layer]
         engram = self.engram_layer_ids.index(layer) if layer in self.engram_layer_ids else None

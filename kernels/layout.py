@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from kernels.batch import Batch, Segment
+from kernels.batch import Segment
 from kernels.cache import StatePool
 from kernels.ops.linear import padded_rows
 
@@ -40,8 +41,8 @@ class Group(NamedTuple):
     """Consecutive segments of equal length: batch rows `start` to `end`, as [num_segments, length].
 
     `slots` [num_segments]; `prefix` [num_segments * (window - 1)] flat ring rows before each segment, in position
-    order; `bias` [rows, window] 0 where the window reaches a token, -inf before the first; `start_position` is the
-    least position in the group, `end_position` the greatest plus one.
+    order; `bias` [rows, window] 0 where the window reaches a token, -inf before the first one that has rows;
+    `start_position` is the least position in the group, `end_position` the greatest plus one.
     """
 
     start: int
@@ -55,37 +56,45 @@ class Group(NamedTuple):
     end_position: int
 
 
-class Layout:
-    """Built once per forward pass; all index arithmetic of the layers is here.
+def check(segments: Sequence[Segment], pool: StatePool) -> None:
+    """Raises ValueError when a segment does not continue its slot or does not fit."""
+    for segment in segments:
+        if segment.start != pool.length(segment.slot):
+            held = pool.length(segment.slot)
+            raise ValueError(f"slot {segment.slot} holds {held} tokens, the segment starts at {segment.start}")
+        if segment.end > pool.max_tokens:
+            raise ValueError(f"slot {segment.slot}: {segment.end} tokens exceed the pool's {pool.max_tokens}")
 
-    Raises ValueError when a segment does not continue its slot or does not fit.
+
+class Layout:
+    """Built once per forward pass and set of rows; all index arithmetic of the layers is here.
+
+    `in_decoder`: for layers that bounded replay starts at the decoder's first token, not at the encoder's.
     """
 
-    def __init__(self, batch: Batch, pool: StatePool) -> None:
-        for segment in batch.segments:
-            if segment.start != pool.length(segment.slot):
-                held = pool.length(segment.slot)
-                raise ValueError(f"slot {segment.slot} holds {held} tokens, the segment starts at {segment.start}")
-            if segment.end > pool.max_tokens:
-                raise ValueError(f"slot {segment.slot}: {segment.end} tokens exceed the pool's {pool.max_tokens}")
+    def __init__(self, segments: Sequence[Segment], pool: StatePool, *, in_decoder: bool = False) -> None:
         self._pool = pool
+        states = [pool.starts(segment.slot) for segment in segments]
         self._window = pool.config.sliding_window
-        self.num_rows = sum(segment.num_tokens for segment in batch.segments)
+        self.num_rows = sum(segment.num_tokens for segment in segments)
         self.padded = padded_rows(self.num_rows)
-        lengths = np.array([segment.num_tokens for segment in batch.segments])
-        starts = np.array([segment.start for segment in batch.segments])
-        slots = np.array([segment.slot for segment in batch.segments])
+        lengths = np.array([segment.num_tokens for segment in segments])
+        starts = np.array([segment.start for segment in segments])
+        slots = np.array([segment.slot for segment in segments])
         first = np.cumsum(lengths) - lengths
         rows = np.arange(self.num_rows)
         self._first = np.repeat(first, lengths)  # first batch row of the row's segment
         self._left = np.repeat(first + lengths, lengths) - rows  # rows from here to its end, this one included
         self._position = np.repeat(starts - first, lengths) + rows
         self._slot = np.repeat(slots, lengths)
+        begin = np.array([state.decoder if in_decoder else state.encoder for state in states])
+        self._begin = np.repeat(begin, lengths)  # the first position with window rows
+        self._kept = np.repeat(np.array([state.kept for state in states]), lengths)
         self.slots = torch.from_numpy(self._slot)
         padded = np.zeros(self.padded, dtype=np.int64)
         padded[: self.num_rows] = self._position
         self.positions = torch.from_numpy(padded)  # [padded], 0 for the rows that only fill the tile
-        self.groups = tuple(self._groups(batch.segments))
+        self.groups = tuple(self._groups(segments))
         self._emissions: dict[int, Emission] = {}
 
     @cached_property
@@ -98,6 +107,14 @@ class Layout:
         """What the pair rings keep of this batch."""
         return self._tail(self._pool.pair_rows)
 
+    def find(self, part: Layout) -> torch.Tensor:
+        """The rows of this layout that are those of `part`: [part.padded], the first one for rows that only fill."""
+        shift = np.zeros(self._pool.num_slots, dtype=np.int64)
+        shift[self._slot] = np.arange(self.num_rows) - self._position
+        rows = np.zeros(part.padded, dtype=np.int64)
+        rows[: part.num_rows] = shift[part._slot] + part._position
+        return torch.from_numpy(rows)
+
     def visible(self, ratio: int) -> torch.Tensor:
         """Compressed rows that each batch row may see: [num_rows]."""
         return (self.positions[: self.num_rows] + 1) // ratio
@@ -109,7 +126,8 @@ class Layout:
         return self._emissions[ratio]
 
     def _emission(self, ratio: int, rows_per_slot: int) -> Emission:
-        rows = np.flatnonzero(self._position % ratio == ratio - 1)
+        completes = self._position % ratio == ratio - 1
+        rows = np.flatnonzero(completes & (self._position // ratio >= self._kept // ratio))
         position = self._position[rows]
         carried = np.flatnonzero(rows == self._first[rows]) if ratio == 2 else np.empty(0, dtype=np.int64)
         slot = self._slot[rows]
@@ -124,7 +142,7 @@ class Layout:
         target = self._slot[source] * ring_rows + self._position[source] % ring_rows
         return Rows(torch.from_numpy(source), torch.from_numpy(target))
 
-    def _groups(self, segments: tuple[Segment, ...]) -> list[Group]:
+    def _groups(self, segments: Sequence[Segment]) -> list[Group]:
         groups = []
         begin = row = 0
         for index in range(1, len(segments) + 1):
@@ -136,13 +154,13 @@ class Layout:
             begin, row = index, end
         return groups
 
-    def _group(self, segments: tuple[Segment, ...], row: int, end: int) -> Group:
+    def _group(self, segments: Sequence[Segment], row: int, end: int) -> Group:
         reach = np.arange(1 - self._window, 0)
         slots = np.array([segment.slot for segment in segments])
         starts = np.array([segment.start for segment in segments])
         ring_rows = self._pool.ring_rows
         prefix = slots[:, None] * ring_rows + (starts[:, None] + reach) % ring_rows
-        before = self._position[row:end, None] + np.arange(1 - self._window, 1) < 0
+        before = self._position[row:end, None] + np.arange(1 - self._window, 1) < self._begin[row:end, None]
         bias = np.where(before, np.float32("-inf"), np.float32(0))
         return Group(
             row,

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from kernels.batch import Batch
+from kernels.batch import Batch, Segment
 from kernels.block import Block
 from kernels.cache import StatePool
 from kernels.checkpoint import Checkpoint, CheckpointError
 from kernels.config import ModelConfig
 from kernels.engram import Engram
-from kernels.layout import Layout
+from kernels.layout import Layout, check
 from kernels.ops.engram import hash_tables
 from kernels.ops.linear import linear
 from kernels.ops.mix import collapse
 from kernels.ops.rope import Rotation, frequencies
 from kernels.ops.rounding import keep, rms_norm, to_bf16
+from kernels.replay import decoder_segments
 from kernels.step import Step
 from kernels.vocabulary import TokenMap, load_token_map
 
@@ -69,13 +71,15 @@ class Model:
 
         Returns fp32 `[len(batch.rows), hidden_size]`: the collapsed residual before the final norm and head.
         Every row is bitwise the same whatever else is in the batch and however the prompt is cut into segments.
+        Rows of a prompt that bounded replay keeps out of the decoder (`StatePool.plan_replay`) come back NaN.
         `trace`, when given, is filled with intermediate tensors under the names of the golden data.
         Raises ValueError when a segment does not continue its slot's state or exceeds `pool.max_tokens`, or a token
         is outside the vocabulary; the pool is then as it was.
         """
         if bool(((batch.tokens < 0) | (batch.tokens >= self.config.vocab_size)).any()):
             raise ValueError(f"token ids must be in [0, {self.config.vocab_size})")
-        layout = Layout(batch, pool)
+        check(batch.segments, pool)
+        layout = Layout(batch.segments, pool)
         position = layout.positions[: layout.num_rows]
         pool.tokens[layout.slots, position] = batch.tokens
         step = Step(
@@ -84,6 +88,7 @@ class Model:
             Rotation.at(layout.positions, self.window_freqs),
             Rotation.at(layout.positions, self.compressed_freqs),
             trace,
+            self._history(layout, pool) if self.engrams else None,
         )
         ids = torch.nn.functional.pad(batch.tokens, (0, layout.padded - layout.num_rows))
         num = self.config.hc_mult
@@ -91,17 +96,42 @@ class Model:
         step.record("embed_expanded_in", streams)
         pre = torch.zeros(layout.padded, num)
         pre[:, 0] = 1.0
-        history = self._history(layout, pool) if self.engrams else None
-        for block in self.blocks:
-            engram = self.engrams.get(block.layer)
-            if engram is not None and history is not None and self.token_map is not None:
-                streams = engram.forward(streams, history, self.token_map.pad)
-                step.record(f"layers.{block.layer}.in_after_engram", streams)
-            streams, pre = block.forward(streams, pre, step)
+        streams, pre = self._layers(streams, pre, batch.segments, step)
         for segment in batch.segments:
             pool.advance(segment.slot, segment.num_tokens)
-        rows = torch.tensor(batch.rows)
-        return collapse(streams[rows], pre[rows], self.round)
+        return self._wanted(torch.tensor(batch.rows), streams, pre, step)
+
+    def _layers(
+        self, streams: torch.Tensor, pre: torch.Tensor, segments: Sequence[Segment], step: Step
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """All blocks; behind the last KV owner's compressor only the rows that bounded replay wants remain."""
+        pool = step.pool
+        starts = [pool.starts(segment.slot) for segment in segments]
+        decoder = decoder_segments(segments, starts, self.config.sliding_window)
+        for block in self.blocks:
+            engram = self.engrams.get(block.layer)
+            if engram is not None and step.history is not None and self.token_map is not None:
+                streams = engram.forward(streams, step.history, self.token_map.pad)
+                step.record(f"layers.{block.layer}.in_after_engram", streams)
+            projected = block.project(streams, pre, step)
+            if decoder is not None and block.layer == self.config.first_decoder_layer:
+                rows = step.narrow(decoder)
+                if not decoder:
+                    break
+                streams, pre, projected = streams[rows], pre[rows], [part[rows] for part in projected]
+            streams, pre = block.forward(streams, projected, step)
+        return streams, pre
+
+    def _wanted(self, rows: torch.Tensor, streams: torch.Tensor, pre: torch.Tensor, step: Step) -> torch.Tensor:
+        """Hidden state of some batch rows, NaN for those that did not go through the decoder."""
+        if step.rows is None:
+            return collapse(streams[rows], pre[rows], self.round)
+        hidden = torch.full((len(rows), self.config.hidden_size), torch.nan)
+        place = torch.searchsorted(step.rows, rows).clamp(max=max(len(step.rows) - 1, 0))
+        there = torch.isin(rows, step.rows)
+        if bool(there.any()):
+            hidden[there] = collapse(streams[place[there]], pre[place[there]], self.round)
+        return hidden
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

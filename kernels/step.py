@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from kernels.batch import Segment
 from kernels.cache import StatePool
 from kernels.layout import Layout
 from kernels.ops.attention import KeySet
@@ -14,11 +16,13 @@ from kernels.ops.rope import Rotation
 
 @dataclass
 class Step:
-    """Lives for one `Model.forward`.
+    """Lives for one forward pass; all rows of tensors are those of `layout`.
 
-    `window` and `compressed` rotate the batch rows in layers without and with compressed KV. `key_sets` holds the
-    gathered compressed rows that the last index owner picked: the Reuse layers behind it read the same ones.
-    `candidates` holds the candidate mask of each group, None while every block is one.
+    `window` and `compressed` rotate the batch rows in layers without and with compressed KV. `history` [padded rows, n]
+    holds the compressed ids of each row's last tokens for Engram. `key_sets` holds the gathered compressed rows that
+    the last index owner picked: the Reuse layers behind it read the same ones. `candidates` holds the candidate mask of
+    each group, None while every block is one. `rows` are the batch rows that went on after `narrow`, ascending; None
+    before it, for all of them.
     """
 
     layout: Layout
@@ -26,8 +30,28 @@ class Step:
     window: Rotation
     compressed: Rotation
     trace: dict[str, torch.Tensor] | None
+    history: torch.Tensor | None = None
+    rows: torch.Tensor | None = None
     key_sets: tuple[KeySet, ...] = ()
     candidates: list[torch.Tensor | None] = field(default_factory=list)
+
+    def narrow(self, segments: Sequence[Segment]) -> torch.Tensor:
+        """Go on with the rows of `segments`, parts of the present ones, in decoder layers.
+
+        Returns their present row numbers, [new padded rows]; rows that only fill the tile repeat the first row. What
+        index owners left is dropped: the layer where this happens owns its picks.
+        """
+        if not segments:
+            self.rows = torch.empty(0, dtype=torch.int64)
+            return self.rows
+        layout = Layout(segments, self.pool, in_decoder=True)
+        rows = self.layout.find(layout)
+        self.layout, self.rows = layout, rows[: layout.num_rows]
+        self.window = Rotation(self.window.cos[rows], self.window.sin[rows])
+        self.compressed = Rotation(self.compressed.cos[rows], self.compressed.sin[rows])
+        self.history = None if self.history is None else self.history[rows]
+        self.key_sets, self.candidates = (), []
+        return rows
 
     def record(self, name: str, value: torch.Tensor) -> None:
         """Keep a copy of the real rows of `value` under `name` when a trace was asked for."""
