@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kernels.ops import quant
+from kernels.ops.pack import Record, pack
 from kernels.ops.rope import Rotation, frequencies
 from kernels.ops.rounding import to_bf16
 
@@ -22,11 +23,13 @@ class Sizes(NamedTuple):
     heads: int
     head_dim: int
     rope: int
+    index_dim: int  # index_head_dim
+    held: int  # rows of a cache
 
 
-REAL = Sizes(rows=64, dim=5120, heads=64, head_dim=512, rope=64)
-WIDE = REAL._replace(rows=2)  # real widths, little work: what a kernel is compiled for
-SMALL = Sizes(rows=3, dim=96, heads=5, head_dim=64, rope=32)
+REAL = Sizes(rows=64, dim=5120, heads=64, head_dim=512, rope=64, index_dim=128, held=65536)
+WIDE = REAL._replace(rows=2, held=256)  # real widths, little work: what a kernel is compiled for
+SMALL = Sizes(rows=3, dim=96, heads=5, head_dim=64, rope=32, index_dim=32, held=200)
 
 
 class Draw:
@@ -41,6 +44,10 @@ class Draw:
         spread = torch.randn(shape[:-1], generator=self._generator).mul_(2).exp_().unsqueeze(-1)
         x = torch.randn(shape, generator=self._generator) * spread
         return x.masked_fill_(torch.rand(shape, generator=self._generator) < 0.01, 0.0).bfloat16().float()
+
+    def integers(self, low: int, high: int, *shape: int) -> torch.Tensor:
+        """int64 from `low` to `high` - 1."""
+        return torch.randint(low, high, shape, generator=self._generator)
 
     def rotation(self) -> Rotation:
         s = self.sizes
@@ -145,9 +152,31 @@ def _rotate(draw: Draw) -> tuple[Any, ...]:
     return (draw.normal(s.rows, s.heads, s.head_dim), draw.rotation())
 
 
+def _packing(record: Record) -> list[Case]:
+    def vectors(draw: Draw, rows: int) -> torch.Tensor:
+        return draw.normal(rows, draw.sizes.index_dim if record is Record.INDEX else draw.sizes.head_dim)
+
+    def unpacked(draw: Draw) -> tuple[Any, ...]:
+        return (vectors(draw, draw.sizes.rows), record)
+
+    def packed(draw: Draw) -> tuple[Any, ...]:
+        held = draw.sizes.held
+        return (pack(vectors(draw, held), record), draw.integers(-1, held, draw.sizes.rows * 5), record)
+
+    def moved(args: tuple[Any, ...], result: torch.Tensor) -> int:
+        num, row_bytes = len(args[1]), args[0].shape[1]
+        return int(num * (row_bytes + 8) + result.nbytes)
+
+    return [
+        Case(f"pack {record.name}", "pack.pack", unpacked, (0,)),
+        Case(f"gather {record.name}", "pack.gather", packed, (1,), moved=moved),
+    ]
+
+
 CASES: list[Case] = [
     *_quantisers("fp8_qdq", quant.fp8_qdq),
     *_quantisers("fp4_e8m0_qdq", quant.fp4_e8m0_qdq),
     *_quantisers("fp4_e4m3_qdq", quant.fp4_e4m3_qdq),
     Case("rotate", "rope.rotate_", _rotate, (0, 1)),
+    *(case for record in Record for case in _packing(record)),
 ]

@@ -1,0 +1,82 @@
+"""Cache rows as bytes: one record of codes, then scales, per row; it keeps all that quantising kept (spec §6)."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import torch
+
+from kernels.ops.dispatch import by_device
+
+_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+class Record(Enum):
+    """What a row of a cache is stored as: (bits of a code, values per scale)."""
+
+    WINDOW = (8, 32)  # E4M3, E8M0 scales: 528 bytes for 512 values
+    MAIN = (4, 16)  # E2M1, E4M3 scales: 288 bytes for 512 values
+    INDEX = (4, 32)  # E2M1, E8M0 scales: 68 bytes for 128 values
+
+    def code_bytes(self, dim: int) -> int:
+        return dim * self.value[0] // 8
+
+    def row_bytes(self, dim: int) -> int:
+        return self.code_bytes(dim) + dim // self.value[1]
+
+
+@by_device
+def pack(x: torch.Tensor, record: Record) -> torch.Tensor:
+    """`x` [rows, dim] fp32, not yet quantised -> uint8 [rows, record.row_bytes(dim)].
+
+    What `gather` gives back is bit for bit what the quantise-dequantise function of that format makes of `x`.
+    """
+    bits, group = record.value
+    rows, dim = x.shape
+    groups = x.reshape(rows, -1, group)
+    amax = groups.abs().amax(-1)
+    if record is Record.MAIN:
+        scale = (amax.clamp_(min=6 * 2.0**-9) / 6).clamp_(max=448).to(torch.float8_e4m3fn)
+        scale_codes = scale.view(torch.uint8)
+    else:
+        least, reciprocal = (1e-4, 1 / 448) if record is Record.WINDOW else (6 * 2.0**-126, 1 / 6)
+        above = amax.clamp_(min=least).mul_(torch.tensor(reciprocal)).view(torch.int32).add(0x007FFFFF)
+        scale_codes = (above >> 23).to(torch.uint8)
+        scale = scale_codes.view(torch.float8_e8m0fnu)
+    scaled = groups / scale.to(torch.float32).unsqueeze(-1)
+    if bits == 8:
+        codes = scaled.clamp_(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).flatten(1)
+    else:
+        codes = _pairs(_e2m1_codes(scaled).flatten(1))
+    return torch.cat((codes, scale_codes), 1)
+
+
+@by_device
+def gather(records: torch.Tensor, rows: torch.Tensor, record: Record) -> torch.Tensor:
+    """Rows `rows` [num] int64 of `records` [all, row_bytes] -> fp32 [num, dim]; a row below zero gives zeros."""
+    bits, group = record.value
+    dim = records.shape[1] * 8 * group // (bits * group + 8)
+    chosen = records[rows.clamp(min=0)]
+    codes, scale_codes = chosen.split_with_sizes((record.code_bytes(dim), dim // group), 1)
+    scale_type = torch.float8_e4m3fn if record is Record.MAIN else torch.float8_e8m0fnu
+    scale = scale_codes.contiguous().view(scale_type).to(torch.float32)
+    if bits == 8:
+        values = codes.contiguous().view(torch.float8_e4m3fn).to(torch.float32)
+    else:
+        nibbles = torch.stack((codes & 15, codes >> 4), -1).flatten(1).to(torch.int64)
+        values = torch.where(nibbles > 7, -_E2M1[nibbles & 7], _E2M1[nibbles & 7])
+    out = (values.view(len(rows), -1, group) * scale.unsqueeze(-1)).flatten(1)
+    return torch.where((rows >= 0).unsqueeze(1), out, 0.0)
+
+
+def _e2m1_codes(x: torch.Tensor) -> torch.Tensor:
+    """The code of the nearest E2M1 value, ties to the even code, saturating: [...] fp32 -> uint8."""
+    size = x.abs().clamp_(max=6.0)
+    step = size.clamp(min=1.0).view(torch.int32).bitwise_and_(0x7F800000).view(torch.float32).mul_(0.5)
+    code = torch.bucketize(size.div_(step).round_().mul_(step), _E2M1)
+    return (code + 8 * x.signbit()).to(torch.uint8)
+
+
+def _pairs(codes: torch.Tensor) -> torch.Tensor:
+    """Four-bit codes [rows, dim] -> bytes [rows, dim / 2], the even one in the low half."""
+    return codes[:, ::2] | (codes[:, 1::2] << 4)
