@@ -42,5 +42,7 @@ class Members:
         self._incarnations.pop(id, None)
 
     def alive(self, now_s: float) -> list[str]:
-        """Those heard of within EXPIRY_S, sorted."""
-        return sorted(id for id, seen in self._last_seen.items() if now_s - seen < EXPIRY_S)
+        """Those heard of within EXPIRY_S, sorted. The others are forgotten: when they come back they are news."""
+        for id in [id for id, seen in self._last_seen.items() if now_s - seen >= EXPIRY_S]:
+            self.forget(id)
+        return sorted(self._last_seen)

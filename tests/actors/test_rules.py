@@ -43,6 +43,7 @@ class TestMembers:
         assert members.saw("a", "2", 2.0)
         assert members.alive(2.0 + EXPIRY_S - 0.1) == ["a"]
         assert members.alive(2.0 + EXPIRY_S) == []
+        assert members.saw("a", "2", 9.0), "nothing was kept of it"
 
     def test_forget_is_idempotent(self) -> None:
         members = Members()
