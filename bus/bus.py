@@ -12,7 +12,7 @@ import random
 import re
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
@@ -165,12 +165,16 @@ def decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
 
 @dataclass(frozen=True)
 class Seams:
-    """What of the outside world actors may see, so that a simulation can replace it: clock, chance, whereabouts."""
+    """What of the outside world actors may see, so that a simulation can replace it: clock, chance, place, threads.
+
+    `run_beside` calls a long function beside the loop; its result or exception is the awaitable's.
+    """
 
     clock_ns: Callable[[], int] = time.time_ns
     random: random.Random = field(default_factory=random.SystemRandom)
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
+    run_beside: Callable[[Callable[[], Any]], Awaitable[Any]] = asyncio.to_thread
 
 
 class Bus:

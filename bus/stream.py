@@ -1,25 +1,15 @@
-"""Streamed replies: numbered items and one terminal item, many streams of a destination in one message."""
+"""The reading end of streamed replies: numbered items and one terminal item, many streams in one message."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from bus.bulk import INLINE_BYTES, LEASE_S, Bulk
-from bus.bus import Bus, BusError, fail
-from bus.subjects import MAX_MESSAGE_BYTES, Address
+from bus.bulk import Bulk
+from bus.bus import BusError, fail
 from schemas.api import StreamBatch
 from schemas.bulk import Handle
 from schemas.failure import Code
-
-BATCH_BYTES = MAX_MESSAGE_BYTES - 1024
-"""Items of one batch, with what surrounds them. The rest of a message is the batch's own frame."""
-
-ITEM_BYTES = 32
-"""What surrounds an item at most: stream id, number, length, place in `last` and `statuses`."""
-
-HANDLE_BYTES = 256
 
 MAX_BUFFERED_BYTES = 4 * 1024 * 1024
 """What one stream may hold for a consumer that does not come for it."""
@@ -33,157 +23,6 @@ class Item(NamedTuple):
     body: bytes
     is_last: bool
     status: int
-
-
-class _Gathered:
-    """Items on their way to one destination, struct of arrays. Sent as few messages as the size contract allows."""
-
-    __slots__ = (
-        "address",
-        "is_gone",
-        "items",
-        "large",
-        "last",
-        "num_bytes",
-        "on_fate",
-        "seqs",
-        "statuses",
-        "streams",
-    )
-
-    def __init__(self, address: Address[StreamBatch, Any], on_fate: Callable[[bool], None]) -> None:
-        self.address = address
-        self.on_fate = on_fate
-        self.is_gone = False
-        self.clear()
-
-    def clear(self) -> None:
-        self.streams: list[int] = []
-        self.seqs: list[int] = []
-        self.items: list[bytes] = []
-        self.last: list[int] = []
-        self.statuses: list[tuple[int, int]] = []
-        self.large: list[tuple[int, Handle]] = []
-        self.num_bytes = 0
-
-    def batches(self) -> Iterator[StreamBatch]:
-        """All items, in order, in batches that fit in a message."""
-        if self.num_bytes <= BATCH_BYTES:
-            yield StreamBatch(
-                stream_ids=self.streams,
-                seqs=self.seqs,
-                items=self.items,
-                last=self.last,
-                statuses=self.statuses,
-                large=self.large,
-            )
-            return
-        large = dict(self.large)
-        start, num_bytes = 0, 0
-        for i, item in enumerate(self.items):
-            item_bytes = len(item) + ITEM_BYTES + (HANDLE_BYTES if i in large else 0)
-            if num_bytes + item_bytes > BATCH_BYTES:
-                yield self._slice(start, i)
-                start, num_bytes = i, 0
-            num_bytes += item_bytes
-        yield self._slice(start, len(self.items))
-
-    def _slice(self, start: int, end: int) -> StreamBatch:
-        return StreamBatch(
-            stream_ids=self.streams[start:end],
-            seqs=self.seqs[start:end],
-            items=self.items[start:end],
-            last=[i - start for i in self.last if start <= i < end],
-            statuses=[(i - start, status) for i, status in self.statuses if start <= i < end],
-            large=[(i - start, handle) for i, handle in self.large if start <= i < end],
-        )
-
-
-class OutStream:
-    """The sending end of one stream. Made by `StreamWriter.open`."""
-
-    __slots__ = ("_gathered", "_seq", "_writer", "stream_id")
-
-    def __init__(self, writer: StreamWriter, gathered: _Gathered, stream_id: int) -> None:
-        self.stream_id = stream_id
-        self._writer = writer
-        self._gathered: _Gathered | None = gathered
-        self._seq = 0
-
-    def put(self, item: bytes, *, is_last: bool = False, status: int = 200) -> None:
-        """Gather one item for the next `flush()`. Dropped after the last one, and when the destination is gone.
-
-        Raises `BusError(overloaded)` if the item needs a handle and too much is held for pulling already.
-        """
-        gathered = self._gathered
-        if gathered is None or gathered.is_gone:
-            return
-        index = len(gathered.items)
-        if len(item) > INLINE_BYTES:
-            gathered.large.append((index, self._writer.bulk.offer(item, lease_s=LEASE_S)))
-            gathered.num_bytes += HANDLE_BYTES
-            item = b""
-        gathered.streams.append(self.stream_id)
-        gathered.seqs.append(self._seq)
-        gathered.items.append(item)
-        gathered.num_bytes += len(item) + ITEM_BYTES
-        self._seq += 1
-        if status != 200:
-            gathered.statuses.append((index, status))
-        if is_last:
-            gathered.last.append(index)
-            self.close()
-
-    def close(self) -> None:
-        """Put no more. Idempotent; what was gathered is still sent."""
-        self._gathered = None
-
-
-class StreamWriter:
-    """Gathers items of many streams and sends, at each flush, one message per destination.
-
-    `on_fate(destination, is_taken)` is called with True for each receipt of the destination, with False when it is
-    gone: its streams have no reader.
-    """
-
-    def __init__(self, bus: Bus, bulk: Bulk, on_fate: Callable[[str, bool], None]) -> None:
-        self.bulk = bulk
-        self._bus = bus
-        self._on_fate = on_fate
-        self._gathered: dict[str, _Gathered] = {}
-
-    def open(self, address: Address[StreamBatch, Any], stream_id: int) -> OutStream:
-        """A new stream to the reader at `address`, which has opened it under `stream_id`."""
-        gathered = self._gathered.get(address.name)
-        if gathered is None:
-            gathered = _Gathered(address, lambda is_taken: self._heard(address.name, is_taken))
-            self._gathered[address.name] = gathered
-        return OutStream(self, gathered, stream_id)
-
-    async def flush(
-        self,
-        may_send: Callable[[str], bool] = lambda destination: True,
-        on_send: Callable[[str], None] = lambda destination: None,
-    ) -> None:
-        """Send all that was gathered for the destinations that `may_send`.
-
-        `on_send` hears of each message before it goes out: its receipt may be faster than our return.
-        """
-        for gathered in list(self._gathered.values()):
-            destination = gathered.address.name
-            if gathered.items and may_send(destination):
-                batches = list(gathered.batches())
-                gathered.clear()
-                for batch in batches:
-                    on_send(destination)
-                    await self._bus.tell(gathered.address, batch, on_fate=gathered.on_fate)
-
-    def _heard(self, destination: str, is_taken: bool) -> None:
-        if not is_taken:
-            gone = self._gathered.pop(destination)
-            gone.is_gone = True
-            gone.clear()
-        self._on_fate(destination, is_taken)
 
 
 class InStream:

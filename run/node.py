@@ -105,6 +105,8 @@ def run_node(spec: ProcessSpec, settings: Settings, build: Build = build) -> NoR
     if not settings.nats_url:
         raise SettingsError("SHOAL_NATS_URL is not set: a node needs a broker; start one, or use `shoal up`")
     os.environ.update(compute_environment(spec.num_threads))  # before torch is imported
+    # A prompt is encoded where it is: waiting for a thread pool costs milliseconds when the cores are busy.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     stop_telemetry = start_telemetry(spec.name)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         status = runner.run(_main(Node(spec, settings, build)))

@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
+from collections.abc import Callable
+from typing import Any
 
 from actors.balancers.actor import DecodeBalancer, PrefillBalancer
 from actors.decode.actor import Decode
@@ -59,7 +61,8 @@ class World:
         """A bus for one actor or client, on the virtual clock and the world's chance."""
         clock = asyncio.get_running_loop().time
         wire = self.wires[name] = MemoryWire(self.broker)
-        bus = Bus(wire, Seams(clock_ns=lambda: int(clock() * 1e9), random=self.random, host="host", pid=1))
+        seams = Seams(lambda: int(clock() * 1e9), self.random, host="host", pid=1, run_beside=_run_inline)
+        bus = Bus(wire, seams)
         await bus.open()
         return bus
 
@@ -111,6 +114,11 @@ class World:
         for task in reversed(self.tasks.values()):
             task.cancel()
             await asyncio.wait([task])
+
+
+async def _run_inline(work: Callable[[], Any]) -> Any:
+    """There are no threads: the world waits for it, and its clock with it."""
+    return work()
 
 
 def engine_for(card: ModelCard, vocab_size: int, cost: StepCost, num_slots: int = 16) -> TimedEngine:

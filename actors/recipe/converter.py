@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-import os
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +20,6 @@ from schemas.api import Answer, Call, Protocol
 from schemas.bulk import Payload
 from schemas.failure import Code
 from schemas.request import Limits, Sampling, Submit
-
-# A prompt is encoded where it is: waiting for a thread pool costs milliseconds when the cores are busy.
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 _BOUNDED_BYTES = 64 * 1024
 """Prompts above this are first held against a bound that needs no encoding."""
@@ -76,10 +73,7 @@ class Converter:
 
     def __init__(self, card: ModelCard) -> None:
         self.card = card
-        text = card.tokenizer_path.read_text(encoding="utf-8")
-        self.tokenizer = library.Tokenizer.from_str(text)
-        # Byte-level BPE: one character of a vocabulary entry is one byte of text.
-        self._longest_token_bytes = max(map(len, orjson.loads(text)["model"]["vocab"]))
+        self.tokenizer = library.Tokenizer.from_file(str(card.tokenizer_path))
         self._encoding = library.DeepseekV41Encoding().with_tokenizer(self.tokenizer)
         names = dict.fromkeys(card.names, library.ModelVersion.DeepseekV41Flash)
         self._options = library.ConversionOptions(
@@ -128,7 +122,7 @@ class Converter:
     def count_tokens(self, body: bytes) -> bytes:
         """The answer to `count_tokens` (Anthropic). Raises Refusal."""
         request, _, _ = self._convert(Protocol.COUNT_TOKENS, normalise(Protocol.COUNT_TOKENS, parse(body), self.card))
-        return orjson.dumps({"input_tokens": len(self._encoding.encode(request.conversation))})
+        return orjson.dumps({"input_tokens": len(self._encode(request, len(body)))})
 
     def models(self, body: bytes) -> bytes:
         """The list of models, or the one named in the body as {"model": name}. Raises Refusal.
@@ -166,6 +160,11 @@ class Converter:
         except (ValueError, OverflowError, RecursionError, TypeError) as error:
             raise Refusal(Code.BAD_REQUEST, str(error)) from None
 
+    @functools.cached_property
+    def _longest_token_bytes(self) -> int:
+        """Read when a long prompt asks for it. Byte-level BPE: one character of an entry is one byte of text."""
+        return max(map(len, orjson.loads(self.card.tokenizer_path.read_bytes())["model"]["vocab"]))
+
     def _encode(self, request: Any, body_bytes: int) -> list[int]:
         limit = self.card.context_tokens
         if body_bytes > _BOUNDED_BYTES:
@@ -178,6 +177,12 @@ class Converter:
                     f"bytes, which is at least {least} tokens. Please shorten it.",
                 )
         return list(self._encoding.encode(request.conversation))
+
+
+@functools.lru_cache(maxsize=1)
+def load_converter(card: ModelCard) -> Converter:
+    """The converter of a card. Kept: a large tokenizer takes a third of a second, and nothing else runs meanwhile."""
+    return Converter(card)
 
 
 def _message(error: Exception) -> str:

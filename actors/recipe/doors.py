@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 from typing import Protocol as Interface
 
 from actors.rules.errors import error_body
@@ -18,7 +19,7 @@ SEQ_BYTES = 32
 
 
 class Stream(Interface):
-    """The sending end of a stream to a gateway (bus/stream.py)."""
+    """The sending end of a stream to a gateway (bus/writer.py)."""
 
     stream_id: int
 
@@ -59,7 +60,7 @@ class InboxDoor:
     """
 
     def __init__(
-        self, inbox: str, outbox: list[tuple[InboxDoor, bytes]], on_fate: Callable[[bool], None], max_bytes: int
+        self, inbox: str, outbox: list[tuple[Any, bytes]], on_fate: Callable[[bool], None], max_bytes: int
     ) -> None:
         self.inbox = inbox
         self.on_fate = on_fate
@@ -79,6 +80,10 @@ class InboxDoor:
             self._seq += 1
         if is_last:
             self._outbox.append((self, SENTINEL))
+
+    def reply(self, body: bytes) -> None:
+        """One message, and no more."""
+        self.put([body], is_last=True)
 
     def close(self) -> None:
         """Nothing more will come."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import string
 from collections.abc import Mapping
+from typing import Protocol as Interface
 
 import orjson
 
@@ -19,33 +20,47 @@ _TRACE_HEADERS = ("traceparent", "tracestate")
 _HEX = frozenset(string.hexdigits.lower())
 
 
-def read_call(
-    protocol: Protocol, body: bytes, headers: Mapping[str, str] | None, fresh_id: str
-) -> tuple[Call, dict[str, str]]:
+class Message(Interface):
+    """What comes from a client (a delivery of bus/bus.py)."""
+
+    @property
+    def body(self) -> bytes: ...
+    @property
+    def reply(self) -> str: ...
+    @property
+    def headers(self) -> Mapping[str, str] | None: ...
+
+
+def read_call(protocol: Protocol, message: Message, fresh_id: str) -> tuple[Call, dict[str, str]]:
     """A client's message as a call, and its trace headers. Header names in any case; nonsense counts as absent.
 
     `x-request-id` is the client's own name for the request, from which its id is derived; else it gets `fresh_id`.
     """
-    lower = {name.lower(): value for name, value in (headers or {}).items()}
+    lower = {name.lower(): value for name, value in (message.headers or {}).items()}
     label, deadline = lower.get("x-request-id", "")[:256], lower.get("shoal-deadline-ns", "")
     call = Call(
         stream_id=0,
         gateway="",
         protocol=protocol,
-        body=body,
+        body=message.body,
         tenant=PUBLIC_TENANT,
-        request_id=derived_id(PUBLIC_TENANT, label) if label else fresh_id,
+        request_id=derived_id(client_of(message.reply), label) if label else fresh_id,
         deadline_ns=int(deadline) if deadline.isdecimal() and len(deadline) < 20 else 0,
     )
     return call, {name: lower[name] for name in _TRACE_HEADERS if name in lower}
 
 
-def derived_id(tenant: str, label: str) -> str:
-    """The request id of a label: the same at every recipe, so that any of them can cancel by it."""
-    return hashlib.sha256(f"{tenant}\0{label}".encode()).hexdigest()[:32]
+def client_of(inbox: str) -> str:
+    """Whose an inbox is: the prefix that all inboxes of one client share, and no others know."""
+    return ".".join(inbox.split(".")[:2])
 
 
-def read_cancel(body: bytes) -> tuple[str, list[str]]:
+def derived_id(client: str, label: str) -> str:
+    """The request id of a client's label: the same at every recipe, so that any of them can cancel by it."""
+    return hashlib.sha256(f"{client}\0{label}".encode()).hexdigest()[:32]
+
+
+def read_cancel(body: bytes, client: str) -> tuple[str, list[str]]:
     """The id in a cancel body, and the request ids it may mean: its own hex digits first, then as a label.
 
     Raises Refusal.
@@ -55,7 +70,7 @@ def read_cancel(body: bytes) -> tuple[str, list[str]]:
         raise Refusal(Code.BAD_REQUEST, "id is missing: give a response id, a request id or an x-request-id", "id")
     bare = request_id_of(id)
     is_request_id = len(bare) == 32 and _HEX.issuperset(bare)
-    return id, [*([bare] if is_request_id else []), derived_id(PUBLIC_TENANT, id)]
+    return id, [*([bare] if is_request_id else []), derived_id(client, id)]
 
 
 def cancel_body(id: str, was_running: bool) -> bytes:

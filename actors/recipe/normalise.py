@@ -16,6 +16,7 @@ from schemas.failure import Code
 _IMAGES = ("image", "image_url", "input_image")
 _DOCUMENTS = ("document", "file", "input_file", "input_audio", "input_video", "video_url", "audio_url")
 _MAX_SEED = 2**63
+_LOGPROBS = "message.output_text.logprobs"
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ def parse(body: bytes) -> dict[str, Any]:
 def normalise(protocol: Protocol, value: dict[str, Any], card: ModelCard) -> Normal:
     """Check every field, and rewrite what the library would misread. Raises Refusal."""
     body, ignored = check(protocol, value)
+    if protocol is Protocol.RESPONSES and _LOGPROBS in _list(value.get("include")):
+        raise Refusal(Code.UNSUPPORTED, f"include: {_LOGPROBS} is not supported", "include")
     model = body.get("model")
     if not isinstance(model, str) or not model:
         raise Refusal(Code.BAD_REQUEST, "model is missing: give the name of a model as text", "model")
@@ -190,5 +193,9 @@ def _blocks(value: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
         yield from _blocks(item.get("output"), depth + 1)
 
 
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
 def _dicts(value: Any) -> list[dict[str, Any]]:
-    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+    return [item for item in _list(value) if isinstance(item, dict)]

@@ -145,9 +145,9 @@ class OpenRequest:
         last = self.session.fail(failure) if self.session else error_body(self.protocol, failure, self.id)
         return Outcome([*(items or []), last], True, status(failure), failure, "error", must_cancel)
 
-    def is_wanted(self) -> bool:
-        """Whether someone still waits for it."""
-        return not self.is_cancelled
+    def is_for(self, inbox: str) -> bool:
+        """Whether its client listens there."""
+        return isinstance(self.door, InboxDoor) and self.door.inbox == inbox
 
     def called(self, recipe: str, ignored: list[str]) -> Called:
         """The word to a gateway that items will follow."""
@@ -181,9 +181,19 @@ class OpenRequests:
         """The open request with this id."""
         return self._by_id.get(id)
 
-    def add(self, request: OpenRequest) -> bool:
-        """False, and nothing happens, if one with its id is open."""
-        return self._by_id.setdefault(request.id, request) is request
+    def add(self, request: OpenRequest) -> None:
+        """Its id must be free."""
+        self._by_id[request.id] = request
+
+    def cancel(self, ids: list[str], shards: list[str]) -> tuple[bool, list[tuple[str, str]]]:
+        """Mark those that are here; (shard, id) of whom to tell: its own shard, or all where that is not known."""
+        was_here, told = False, list[tuple[str, str]]()
+        for id in ids:
+            request = self._by_id.get(id)
+            if request is not None:
+                was_here = request.is_cancelled = True
+            told += [(shard, id) for shard in ([request.shard] if request and request.shard else shards)]
+        return was_here, told
 
     def remove(self, request: OpenRequest) -> bool:
         """False if it was not here any more."""

@@ -189,10 +189,10 @@ class Inbox:
     @classmethod
     async def open(cls, broker: MemoryBroker) -> Inbox:
         inbox = cls(MemoryWire(broker))
-        await inbox.wire.subscribe(inbox.name, inbox._on_delivery)
+        await inbox.wire.subscribe(inbox.name, inbox.on_delivery)
         return inbox
 
-    def _on_delivery(self, delivery: Delivery) -> None:
+    def on_delivery(self, delivery: Delivery) -> None:
         self.messages.put_nowait(delivery.body)
 
     async def send(self, protocol: Protocol, body: Any, headers: dict[str, str] | None = None) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.recipe.card import CardError, ModelCard
-from actors.recipe.converter import Converter
+from actors.recipe.converter import Converter, load_converter
 from actors.recipe.fields import Refusal
 from actors.recipe.protocol import request_id_of, response_id
 from schemas.api import Call, Protocol
@@ -103,6 +103,13 @@ def test_two_mebibytes_of_text_are_refused_unencoded(converter: Converter) -> No
     failure = refused(converter, CHAT, raw)
     assert failure.code is Code.CONTEXT_LENGTH
     assert "at least" in failure.message
+    raw = json.dumps(body(MESSAGES, "word " * 420_000)).encode()
+    http_status, error = answer(converter, Protocol.COUNT_TOKENS, raw)
+    assert http_status == 400 and "at least" in error["error"]["message"]
+
+
+def test_a_converter_is_loaded_once(card: ModelCard) -> None:
+    assert load_converter(card) is load_converter(card)
 
 
 BAD: list[dict[str, Any]] = [

@@ -237,6 +237,14 @@ def test_what_is_ignored_inside() -> None:
     assert normal.ignored == ["messages[].name", "thinking.budget_tokens", "tools[].function.strict", "user"]
 
 
+def test_logprobs_are_refused_where_they_are_asked_for() -> None:
+    assert responses(include=["reasoning.encrypted_content"]).ignored == ["include"]
+    assert responses(include="all").ignored == ["include"]
+    with pytest.raises(Refusal, match="logprobs is not supported") as refused:
+        responses(include=["message.output_text.logprobs"])
+    assert refused.value.failure.field == "include"
+
+
 def test_a_custom_client_tool_of_anthropic_is_a_client_tool() -> None:
     tool = {"type": "custom", "name": "f", "input_schema": {"type": "object"}}
     assert messages(tools=[tool]).body["tools"] == [{"name": "f", "input_schema": {"type": "object"}}]

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from typing import Any
 
 import pytest
 
+from actors.recipe import actor as recipe_actor
+from actors.recipe import intake
 from actors.recipe.actor import Recipe
 from actors.recipe.card import ModelCard
-from actors.recipe.front import derived_id
+from actors.recipe.front import client_of, derived_id
+from bus import bulk
 from bus.actor import Actor
 from bus.bulk import MemoryBulk, MemoryHub
-from bus.bus import Bus, Delivery
+from bus.bus import Bus, BusError, Delivery
 from bus.memory import MemoryWire
-from bus.subjects import CALL, LOAD, PROBE, api
+from bus.subjects import CALL, LOAD, PROBE, RECIPE_CANCEL, api
+from bus.subjects import STREAM as STREAM_SUBJECT
 from schemas.api import Answer, Call, Called, Probe, Protocol
+from schemas.failure import Code, Failure
 from schemas.message import Role
-from schemas.request import CancelReason
+from schemas.request import Cancel, CancelReason
 from schemas.routing import LoadReported
 from tests.actors.edge import BODY, CHAT, STOP, STREAM, content, edge, silent, submitted
 from tests.bus.conformance import ActorConformance
@@ -106,9 +112,12 @@ def test_cancel(run_async: Run, card: ModelCard, by: str) -> None:
     async def main() -> None:
         async with silent(card) as system:
             client, other = await system.client(), await system.client()
+            if by == "label":
+                other.name = f"{client_of(client.name)}.r2"
+                await other.wire.subscribe(other.name, other.on_delivery)
             await client.send(CHAT, STREAM, {"X-Request-Id": "mine"})
             [id] = await submitted(system.entrypoint)
-            assert id == derived_id("public", "mine")
+            assert id == derived_id(client_of(client.name), "mine")
             name = {"label": "mine", "response id": f"chatcmpl-{id}", "request id": id}[by]
             await other.send(Protocol.CANCEL, {"id": name})
             assert await other.all() == [{"id": name, "object": "cancel", "cancelled": True}]
@@ -140,15 +149,109 @@ def test_only_an_inbox_is_answered(run_async: Run, card: ModelCard) -> None:
 
 
 def test_two_requests_of_one_name(run_async: Run, card: ModelCard) -> None:
+    """The second is refused, and does the first no harm even when nobody listens for its answer."""
+
+    async def main() -> None:
+        async with silent(card) as system:
+            client = await system.client()
+            await client.send(CHAT, STREAM, {"x-request-id": "mine"})
+            [id] = await submitted(system.entrypoint)
+            headers, raw = {"x-request-id": "mine"}, json.dumps(STREAM).encode()
+            await client.wire.publish(api(CHAT), raw, reply=f"{client_of(client.name)}.nobody", headers=headers)
+            client.name = f"{client_of(client.name)}.r2"
+            await client.wire.subscribe(client.name, client.on_delivery)
+            await client.send(CHAT, STREAM, headers)
+            assert (await client.all())[0]["error"]["code"] == "duplicate_request"
+            await system.entrypoint.emit(id, [300], STOP)
+            assert (await client.all())[-1]["choices"][0]["finish_reason"] == "stop"
+
+    run_async(main())
+
+
+def test_a_label_is_its_clients_own(run_async: Run, card: ModelCard) -> None:
     async def main() -> None:
         async with silent(card) as system:
             first, second = await system.client(), await system.client()
-            await first.send(CHAT, STREAM, {"x-request-id": "mine"})
-            [id] = await submitted(system.entrypoint)
-            await second.send(CHAT, STREAM, {"x-request-id": "mine"})
-            assert (await second.all())[0]["error"]["code"] == "duplicate_request"
-            await system.entrypoint.emit(id, [300], STOP)
+            for num, client in enumerate((first, second), 1):
+                await client.send(CHAT, STREAM, {"x-request-id": "mine"})
+                await submitted(system.entrypoint, num)
+            theirs, ours = system.entrypoint.submitted
+            await second.send(Protocol.CANCEL, {"id": "mine"})
+            await system.entrypoint.until(lambda: ours in system.entrypoint.cancelled)
+            assert theirs not in system.entrypoint.cancelled
+            await system.entrypoint.emit(theirs, [300], STOP)
             assert (await first.all())[-1]["choices"][0]["finish_reason"] == "stop"
+
+    run_async(main())
+
+
+@pytest.mark.parametrize("protocol", [CHAT, Protocol.MESSAGES, Protocol.COUNT_TOKENS, Protocol.CANCEL])
+def test_one_request_too_many(
+    run_async: Run, card: ModelCard, monkeypatch: pytest.MonkeyPatch, protocol: Protocol
+) -> None:
+    monkeypatch.setattr(intake, "MAX_OPEN", 1)
+
+    async def main() -> None:
+        async with silent(card) as system:
+            client, other = await system.client(), await system.client()
+            await client.send(CHAT, STREAM)
+            [id] = await submitted(system.entrypoint)
+            await other.send(protocol, BODY)
+            [error] = await other.all()
+            assert (error.get("type") == "error") is (protocol in (Protocol.MESSAGES, Protocol.COUNT_TOKENS))
+            assert "limit" in error["error"]["message"]
+            with pytest.raises(BusError) as refused:
+                await system.gateway.bus.ask(CALL.any(), call(BODY, protocol=protocol), timeout_s=5)
+            assert refused.value.code is Code.OVERLOADED
+            await system.entrypoint.emit(id, [300], STOP)
+            assert (await client.all())[-1]["choices"][0]["finish_reason"] == "stop"
+            await other.send(Protocol.COUNT_TOKENS, BODY)
+            assert (await other.all())[0]["input_tokens"] > 0
+
+    run_async(main())
+
+
+def test_a_prompt_that_no_shard_takes_is_not_left_on_offer(
+    run_async: Run, card: ModelCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bulk, "INLINE_BYTES", 4)
+
+    async def main() -> None:
+        async with edge(card) as system:
+            system.entrypoint.refusal = Failure(code=Code.OVERLOADED, message="too many")
+            client = await system.client()
+            await client.send(CHAT, STREAM)
+            assert (await client.all())[0]["error"]["code"] == "overloaded"
+            assert system.recipe._bulk.num_offers == 0
+            system.entrypoint.refusal = None
+            await client.send(CHAT, STREAM)
+            assert content(await client.all()) == "Hello there!"
+            assert system.recipe._bulk.num_offers == 1, "the shard pulls it when it likes"
+
+    run_async(main())
+
+
+def test_nothing_is_kept_of_requests_that_are_over(
+    run_async: Run, card: ModelCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recipe_actor, "WATCH_S", 0.01)
+
+    async def main() -> None:
+        async with edge(card) as system:
+            client, bus = await system.client(), Bus(MemoryWire(system.broker))
+            await bus.open()
+            stop = await bus.wire.subscribe(STREAM_SUBJECT.at("gx").name, lambda _: None)
+            for body in (STREAM, BODY, {**BODY, "n": 2}):
+                await client.send(CHAT, body)
+                await client.all()
+                await bus.ask(CALL.any(), call(body), timeout_s=5)
+            async with asyncio.timeout(10):
+                while system.recipe._writer._gathered or system.recipe.bus._watched or len(system.recipe._open):
+                    await asyncio.sleep(0.01)
+            intake = system.recipe._intake
+            assert (intake.num_calls, intake.num_bytes, system.recipe._writer._windows._windows) == (0, 0, {})
+            await stop()
+            await bus.close()
 
     run_async(main())
 
@@ -214,6 +317,23 @@ def test_a_call_is_answered(run_async: Run, card: ModelCard) -> None:
             await system.recipe.drain()
             with pytest.raises(Exception, match="takes no new requests"):
                 await bus.ask(CALL.any(), call(BODY, 3), timeout_s=5)
+
+    run_async(main())
+
+
+def test_a_cancel_right_behind_a_call_finds_it(run_async: Run, card: ModelCard) -> None:
+    async def main() -> None:
+        async with silent(card) as system:
+            bus = system.gateway.bus
+            asking = asyncio.create_task(bus.ask(CALL.any(), call(STREAM), timeout_s=5))
+            await asyncio.sleep(0)
+            await bus.tell(RECIPE_CANCEL.all(), Cancel(request_id=f"{1:032x}"))
+            with contextlib.suppress(BusError):
+                await asking
+            await system.entrypoint.until(lambda: len(system.entrypoint.cancelled) == len(system.entrypoint.submitted))
+            async with asyncio.timeout(10):
+                while len(system.recipe._open):
+                    await asyncio.sleep(0)
 
     run_async(main())
 

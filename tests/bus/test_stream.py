@@ -1,22 +1,17 @@
-"""Streams: order, gaps, duplicates, ends, stalls, bounds; and what one message carries."""
+"""Streams as they are read: order, gaps, duplicates, ends, stalls, bounds."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
-from bus.bulk import INLINE_BYTES, MemoryBulk, MemoryHub
-from bus.bus import Bus, BusError, Delivery, decoder, fail
-from bus.memory import MemoryBroker, MemoryWire
-from bus.stream import InStream, Item, StreamReader, StreamWriter
-from bus.subjects import STREAM
+from bus.bulk import MemoryBulk, MemoryHub
+from bus.bus import BusError, fail
+from bus.stream import InStream, Item, StreamReader
 from schemas.api import StreamBatch
 from schemas.failure import Code
-from schemas.request import Taken
 from tests.conftest import Run
 
 TIMEOUT_S = 10.0
@@ -190,141 +185,5 @@ def test_a_stream_can_be_failed_from_outside(run_async: Run) -> None:
         reader.feed(batch((2, 0, b"a"), last=(0,)))
         ended.fail(fail(Code.WORKER_LOST, "the recipe is gone"))  # too late: it has ended well
         assert [item.body for item in await read(ended)] == [b"a"]
-
-    run_async(main())
-
-
-@asynccontextmanager
-async def pair() -> AsyncIterator[tuple[StreamWriter, StreamReader, list[StreamBatch], list[tuple[str, bool]]]]:
-    """A writer, and a reader at gateway g1; the batches it got; the fates the writer heard of."""
-    broker, hub = MemoryBroker(), MemoryHub()
-    buses = [Bus(MemoryWire(broker)) for _ in range(2)]
-    bulks = [MemoryBulk(hub) for _ in range(2)]
-    fates: list[tuple[str, bool]] = []
-    batches: list[StreamBatch] = []
-    receipts: set[asyncio.Task[None]] = set()
-    writer = StreamWriter(buses[0], bulks[0], lambda name, is_taken: fates.append((name, is_taken)))
-    reader = StreamReader(bulks[1])
-
-    def on_delivery(delivery: Delivery) -> None:
-        batches.append(decoder(StreamBatch).decode(delivery.body))
-        reader.feed(batches[-1])
-        receipts.add(asyncio.create_task(buses[1].answer(delivery.reply, Taken())))
-
-    for bus, bulk in zip(buses, bulks, strict=True):
-        await bus.open()
-        await bulk.start()
-    await buses[1].wire.subscribe(STREAM.at("g1").name, on_delivery)
-    yield writer, reader, batches, fates
-    for bus, bulk in zip(buses, bulks, strict=True):
-        await bus.close()
-        await bulk.close()
-
-
-def test_one_flush_is_one_message_per_destination(run_async: Run) -> None:
-    async def main() -> None:
-        async with pair() as (writer, reader, batches, fates):
-            ids = range(20)
-            streams = [reader.open(i, stall_s=60) for i in ids]
-            out = [writer.open(STREAM.at("g1"), i) for i in ids]
-            for step in range(3):
-                for stream in out:
-                    stream.put(b"%d" % step, is_last=step == 2, status=499 if step == 2 else 200)
-                await writer.flush()
-            for stream in streams:
-                expected = [Item(b"0", False, 200), Item(b"1", False, 200), Item(b"2", True, 499)]
-                assert await read(stream) == expected
-            assert [len(b.items) for b in batches] == [20, 20, 20]
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-            assert fates == [(STREAM.at("g1").name, True)] * 3
-
-    run_async(main())
-
-
-def test_receipts_come_even_after_the_last_stream_ended(run_async: Run) -> None:
-    async def main() -> None:
-        async with pair() as (writer, reader, _, fates):
-            for i in range(20):
-                stream = reader.open(i, stall_s=60)
-                writer.open(STREAM.at("g1"), i).put(b"all of it", is_last=True)
-                await writer.flush()
-                await writer.flush()
-                assert len(await read(stream)) == 1
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-            assert len(fates) == 20, "a window that counts receipts would stay shut"
-
-    run_async(main())
-
-
-def test_what_may_not_be_sent_yet_keeps_gathering(run_async: Run) -> None:
-    async def main() -> None:
-        async with pair() as (writer, reader, batches, _):
-            stream, name = reader.open(1, stall_s=60), STREAM.at("g1").name
-            out = writer.open(STREAM.at("g1"), 1)
-            out.put(b"a")
-            sent: list[str] = []
-            await writer.flush(lambda destination: destination != name, sent.append)
-            assert sent == []
-            out.put(b"b", is_last=True)
-            await writer.flush(lambda destination: destination == name, sent.append)
-            assert sent == [name]
-            assert [item.body for item in await read(stream)] == [b"a", b"b"]
-            assert len(batches) == 1
-
-    run_async(main())
-
-
-def test_batches_are_split_at_the_size_contract_and_large_items_go_by_handle(run_async: Run) -> None:
-    async def main() -> None:
-        async with pair() as (writer, reader, batches, _):
-            stream = reader.open(7, stall_s=60)
-            out = writer.open(STREAM.at("g1"), 7)
-            sizes = [100_000] * 5 + [INLINE_BYTES, INLINE_BYTES + 1, 3_000_000, 0] + [1] * 3000
-            bodies = [bytes([i % 251]) * size for i, size in enumerate(sizes)]
-            for i, body in enumerate(bodies):
-                out.put(body, is_last=i == len(bodies) - 1)
-            out.put(b"after the end")
-            await writer.flush()
-            found = await read(stream)
-            assert [item.body for item in found] == bodies
-            assert [item.is_last for item in found] == [False] * (len(bodies) - 1) + [True]
-            assert len(batches) >= 4
-            assert writer.bulk.num_offers == 0
-
-    run_async(main())
-
-
-def test_a_large_item_that_cannot_be_pulled_fails_the_stream(run_async: Run) -> None:
-    async def main() -> None:
-        async with pair() as (writer, reader, _, _):
-            stream = reader.open(7, stall_s=60)
-            out = writer.open(STREAM.at("g1"), 7)
-            out.put(bytes(INLINE_BYTES + 1), is_last=True)
-            await writer.flush()
-            await writer.bulk.close()
-            assert await read_failing(stream) == ([], Code.TRANSFER_FAILED)
-
-    run_async(main())
-
-
-def test_a_destination_that_is_gone_is_reported_once(run_async: Run) -> None:
-    async def main() -> None:
-        async with pair() as (writer, _, _, fates):
-            out = writer.open(STREAM.at("g2"), 1)
-            out.put(b"a")
-            await writer.flush()
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-            assert fates == [(STREAM.at("g2").name, False)]
-            out.put(b"b")
-            sent: list[str] = []
-            await writer.flush(on_send=sent.append)
-            assert sent == []
-            assert writer._gathered == {}
-            writer.open(STREAM.at("g2"), 2).put(b"c")  # it may come back
-            await writer.flush(on_send=sent.append)
-            assert len(sent) == 1
 
     run_async(main())

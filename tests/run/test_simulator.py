@@ -51,7 +51,7 @@ async def story(seed: int) -> tuple[str, int, list[int]]:
 
     async def come(i: int) -> int:
         await asyncio.sleep(world.random.expovariate(5.0))
-        content = "word " * world.random.randrange(1, 200)
+        content = "word " * world.random.choice((world.random.randrange(1, 200), 2000))  # some need a thread
         body: dict[str, object] = {
             "model": card.name,
             "stream": i % 2 == 0,

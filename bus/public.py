@@ -1,0 +1,72 @@
+"""An actor that serves strangers too: NATS clients, who publish on public subjects and are answered on their inbox."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from bus.actor import Actor
+from bus.bus import Bus, Delivery, OnFate
+from bus.subjects import API_PREFIX, api, is_inbox
+from schemas import api as schema
+from schemas.failure import Failure
+
+
+class Inbox(Protocol):
+    """Where a client listens. `on_fate` hears (False) when it does not any more."""
+
+    inbox: str
+    on_fate: OnFate
+
+
+class PublicActor(Actor):
+    """Subclass, and call `listen_to_clients` in `on_start`.
+
+    `outbox` gathers (inbox, message) for clients, in order; `flush` sends it. An empty message is the last of a reply.
+    Draining stops listening to clients: another of the role gets the next request.
+    """
+
+    def __init__(self, id: str, bus: Bus) -> None:
+        super().__init__(id, bus)
+        self.outbox: list[tuple[Inbox, bytes]] = []
+        self._public: list[Callable[[], Any]] = []
+
+    def on_client(self, protocol: schema.Protocol, delivery: Delivery) -> None:
+        """A client's message. Only enqueue it, with `is_ask=False`."""
+        raise NotImplementedError
+
+    def refuse_client(self, protocol: schema.Protocol, delivery: Delivery, failure: Failure) -> None:
+        """A client's message that is not enqueued: put the answer in the outbox."""
+        raise NotImplementedError
+
+    async def listen_to_clients(self) -> None:
+        """Subscribe to every public subject; the actors of a role share what comes."""
+        for protocol in schema.Protocol:
+            on_delivery = functools.partial(self._on_client, protocol)
+            self._public.append(await self.bus.wire.subscribe(api(protocol), on_delivery, queue=self.role))
+        self._unsubscribes.extend(self._public)
+
+    async def drain(self) -> None:
+        await asyncio.gather(*(unsubscribe() for unsubscribe in self._public))
+        await super().drain()
+
+    async def flush(self) -> None:
+        messages, self.outbox[:] = list(self.outbox), []
+        for inbox, body in messages:
+            await self.bus.publish(inbox.inbox, body, on_fate=inbox.on_fate)
+            if not body:
+                self.bus.forget(inbox.inbox, inbox.on_fate)
+
+    def _on_client(self, protocol: schema.Protocol, delivery: Delivery) -> None:
+        # A broker checks where clients publish, not where they let us answer: only an inbox is a place for that.
+        if is_inbox(delivery.reply):
+            self.on_client(protocol, delivery)
+
+    def _refuse(self, delivery: Delivery, failure: Failure) -> None:
+        if delivery.subject.startswith(API_PREFIX):
+            self.refuse_client(schema.Protocol(delivery.subject.removeprefix(API_PREFIX)), delivery, failure)
+            self.wake()
+        else:
+            super()._refuse(delivery, failure)
