@@ -7,7 +7,10 @@ from typing import NamedTuple
 
 import torch
 
+from kernels.ops.dispatch import by_device
 from kernels.ops.linear import enough_items
+from kernels.ops.pack import Record, gather
+from kernels.ops.rope import Rotation, rotate_
 from kernels.ops.rounding import Rounding
 
 _LOWEST = -1e30  # where the running maximum starts, so that a query without any key gives zeros
@@ -20,6 +23,18 @@ class KeySet(NamedTuple):
     bias: torch.Tensor
 
 
+class Keys(NamedTuple):
+    """Rows of a cache, and which of them a query sees: `named` [rows, num_keys] int64, -1 for none.
+
+    `cache` is [all, dim] fp32 or bf16, or uint8 [all, row_bytes] when `record` says what its rows are.
+    """
+
+    cache: torch.Tensor
+    named: torch.Tensor
+    record: Record | None = None
+
+
+@by_device
 def attend(
     q: torch.Tensor, key_sets: Sequence[KeySet], sink: torch.Tensor, scale: float, rounding: Rounding
 ) -> torch.Tensor:
@@ -46,3 +61,28 @@ def attend(
         out = part if out is None else out.add_(part)
     assert out is not None
     return rounding(out.div_(total))[:rows]
+
+
+@by_device
+def sparse_attend(
+    q: torch.Tensor,
+    window: Keys,
+    picked: Keys,
+    sink: torch.Tensor,
+    scale: float,
+    rotation: Rotation,
+    rounding: Rounding,
+) -> torch.Tensor:
+    """`attend` over the rows of two caches that each query names, then the inverse rotation; rounded after both."""
+    key_sets = [_gathered(keys, q.shape[-1]) for keys in (window, picked) if keys.named.shape[1]]
+    return rounding(rotate_(attend(q, key_sets, sink, scale, rounding), rotation.inverse))
+
+
+def _gathered(keys: Keys, dim: int) -> KeySet:
+    flat = keys.named.reshape(-1)
+    if keys.record is not None:
+        values = gather(keys.cache, flat, keys.record)
+    else:
+        values = keys.cache[flat.clamp(min=0)].to(torch.float32)
+    bias = torch.zeros(keys.named.shape).masked_fill_(keys.named < 0, -torch.inf)
+    return KeySet(values.view(*keys.named.shape, dim), bias)

@@ -45,10 +45,6 @@ class Rotation:
         pairs = (torch.stack((cos, cos), -1).flatten(-2), torch.stack((-sin, sin), -1).flatten(-2))
         return cls(pairs[0][:, None], pairs[1][:, None])
 
-    def select(self, rows: torch.Tensor) -> Rotation:
-        """That of the given rows."""
-        return Rotation(self.cos[rows], self.sin[rows])
-
     @cached_property
     def inverse(self) -> Rotation:
         return Rotation(self.cos, -self.sin)

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import torch
 
 from kernels.ops import quant
+from kernels.ops.attention import Keys, KeySet
 from kernels.ops.pack import Record, pack
 from kernels.ops.rope import Rotation, frequencies
-from kernels.ops.rounding import to_bf16
+from kernels.ops.rounding import Rounding, keep, to_bf16
 
 
 class Sizes(NamedTuple):
@@ -25,11 +26,13 @@ class Sizes(NamedTuple):
     rope: int
     index_dim: int  # index_head_dim
     held: int  # rows of a cache
+    window: int
+    picks: int
 
 
-REAL = Sizes(rows=64, dim=5120, heads=64, head_dim=512, rope=64, index_dim=128, held=65536)
+REAL = Sizes(rows=64, dim=5120, heads=64, head_dim=512, rope=64, index_dim=128, held=65536, window=128, picks=512)
 WIDE = REAL._replace(rows=2, held=256)  # real widths, little work: what a kernel is compiled for
-SMALL = Sizes(rows=3, dim=96, heads=5, head_dim=64, rope=32, index_dim=32, held=200)
+SMALL = Sizes(rows=3, dim=96, heads=5, head_dim=64, rope=32, index_dim=32, held=200, window=7, picks=70)
 
 
 class Draw:
@@ -37,17 +40,17 @@ class Draw:
 
     def __init__(self, sizes: Sizes, seed: int = 0) -> None:
         self.sizes = sizes
-        self._generator = torch.Generator().manual_seed(seed)
+        self.generator = torch.Generator().manual_seed(seed)
 
     def normal(self, *shape: int) -> torch.Tensor:
         """Values over many magnitudes, exact in BF16, some of them zero: inputs of either compute mode."""
-        spread = torch.randn(shape[:-1], generator=self._generator).mul_(2).exp_().unsqueeze(-1)
-        x = torch.randn(shape, generator=self._generator) * spread
-        return x.masked_fill_(torch.rand(shape, generator=self._generator) < 0.01, 0.0).bfloat16().float()
+        spread = torch.randn(shape[:-1], generator=self.generator).mul_(2).exp_().unsqueeze(-1)
+        x = torch.randn(shape, generator=self.generator) * spread
+        return x.masked_fill_(torch.rand(shape, generator=self.generator) < 0.01, 0.0).bfloat16().float()
 
     def integers(self, low: int, high: int, *shape: int) -> torch.Tensor:
         """int64 from `low` to `high` - 1."""
-        return torch.randint(low, high, shape, generator=self._generator)
+        return torch.randint(low, high, shape, generator=self.generator)
 
     def rotation(self) -> Rotation:
         s = self.sizes
@@ -173,10 +176,51 @@ def _packing(record: Record) -> list[Case]:
     ]
 
 
+def _attention(record: Record | None, rounding: Rounding) -> Case:
+    def make(draw: Draw) -> tuple[Any, ...]:
+        s = draw.sizes
+
+        def keys(count: int, record: Record | None) -> Keys:
+            cache = torch.randn(s.held, s.head_dim, generator=draw.generator)
+            stored = cache.bfloat16() if record is None else pack(cache, record)
+            # Some queries see few keys, the second none.
+            index = draw.integers(0, s.held, s.rows, count)
+            seen = draw.integers(0, count * 2, s.rows, 1)
+            seen[1] = 0
+            return Keys(stored, torch.where(torch.arange(count) < seen, index, -1), record)
+
+        q = torch.randn(s.rows, s.heads, s.head_dim, generator=draw.generator).bfloat16().float()
+        sink = torch.randn(s.heads, generator=draw.generator)
+        window, picked = keys(s.window, record and Record.WINDOW), keys(s.picks, record)
+        return (q, window, picked, sink, s.head_dim**-0.5, draw.rotation(), rounding)
+
+    def moved(args: tuple[Any, ...], result: torch.Tensor) -> int:
+        row_bytes: int = sum(int((keys.named >= 0).sum()) * keys.cache[0].nbytes for keys in args[1:3])
+        return row_bytes + sum(int(t.nbytes) for t in (args[0], args[1].named, args[2].named, result))
+
+    kind = f"{'values' if record is None else 'records'}, {'bf16' if rounding is to_bf16 else 'fp32'}"
+    tolerance = 4e-3 if rounding is to_bf16 else 2e-6
+    return Case(f"attention, {kind}", "attention.sparse_attend", make, (0, 1, 2, 5), tolerance, moved)
+
+
+def _gathered(draw: Draw) -> tuple[Any, ...]:
+    s = draw.sizes
+    sets = []
+    for count in (s.window, min(s.picks, 64)):
+        keys = torch.randn(s.rows, count, s.head_dim, generator=draw.generator).bfloat16().float()
+        hidden = draw.integers(0, 2, s.rows, count) == 0
+        sets.append(KeySet(keys, torch.zeros(s.rows, count).masked_fill_(hidden, -torch.inf)))
+    q = torch.randn(s.rows, s.heads, s.head_dim, generator=draw.generator).bfloat16().float()
+    return (q, sets, torch.randn(s.heads, generator=draw.generator), s.head_dim**-0.5, to_bf16)
+
+
 CASES: list[Case] = [
     *_quantisers("fp8_qdq", quant.fp8_qdq),
     *_quantisers("fp4_e8m0_qdq", quant.fp4_e8m0_qdq),
     *_quantisers("fp4_e4m3_qdq", quant.fp4_e4m3_qdq),
     Case("rotate", "rope.rotate_", _rotate, (0, 1)),
     *(case for record in Record for case in _packing(record)),
+    Case("attention, gathered keys", "attention.attend", _gathered, (0, 1), 4e-3),
+    _attention(None, keep),
+    _attention(Record.MAIN, to_bf16),
 ]

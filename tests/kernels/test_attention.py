@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from kernels.ops.attention import KeySet, attend
+from kernels.ops.attention import Keys, KeySet, attend, sparse_attend
+from kernels.ops.rope import Rotation, frequencies, rotate_
 from kernels.ops.rounding import Rounding, keep, to_bf16
 from tests.kernels.conftest import golden
 
@@ -49,3 +50,18 @@ def test_one_row_has_the_bits_of_many(heads: int, num_keys: int, num_threads: in
     for row in range(30):
         only = slice(row, row + 1)
         assert torch.equal(attend(q[only], [KeySet(keys[only], bias[only])], sink, 0.125, keep), want[only])
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("cut", [140, 64, 1])
+def test_named_rows_are_gathered_and_the_output_is_rotated_back(cut: int) -> None:
+    data, keys, bias = gathered()
+    q, cache, named = data["q"].float(), data["kv"].float(), data["idx"].long()
+    still = Rotation(torch.ones(len(q), 1, 32), torch.zeros(len(q), 1, 32))
+    got = sparse_attend(
+        q, Keys(cache, named[:, :cut]), Keys(cache, named[:, cut:]), data["sink"], 64**-0.5, still, keep
+    )
+    torch.testing.assert_close(got, data["o_fp32"], rtol=0, atol=1e-5)
+    turn = Rotation.at(torch.arange(len(q)), frequencies(32, 10000.0, None))
+    got = sparse_attend(q, Keys(cache, named), Keys(cache, named[:, :0]), data["sink"], 64**-0.5, turn, keep)
+    torch.testing.assert_close(rotate_(got, turn), data["o_fp32"], rtol=0, atol=1e-5)

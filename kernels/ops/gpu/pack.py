@@ -10,7 +10,7 @@ from kernels.ops.gpu.numbers import e2m1_value, e4m3_value, e8m0_value, power_of
 from kernels.ops.gpu.quant import FP4_E4M3, FP4_E8M0, FP8, Codes, to_codes
 from kernels.ops.pack import Record
 
-_FORMS = {Record.WINDOW: FP8, Record.INDEX: FP4_E8M0, Record.MAIN: FP4_E4M3}
+FORMS = {Record.WINDOW: FP8, Record.INDEX: FP4_E8M0, Record.MAIN: FP4_E4M3}
 _ROWS = 4  # records of one program
 
 
@@ -19,7 +19,7 @@ def pack(x: torch.Tensor, record: Record) -> torch.Tensor:
     rows, dim = x.shape
     out = torch.empty(rows, record.row_bytes(dim), dtype=torch.uint8, device=x.device)
     code_bytes = record.code_bytes(dim)
-    to_codes(x, _FORMS[record], Codes(out[:, :code_bytes], out[:, code_bytes:]))
+    to_codes(x, FORMS[record], Codes(out[:, :code_bytes], out[:, code_bytes:]))
     return out
 
 
@@ -37,11 +37,12 @@ def gather(records: torch.Tensor, rows: torch.Tensor, record: Record) -> torch.T
             records.stride(0),
             DIM=dim,
             CODE_BYTES=record.code_bytes(dim),
-            FORM=_FORMS[record],
+            FORM=FORMS[record],
             GROUP=group,
             ROWS=_ROWS,
             BLOCK=power_of_two(dim),
             num_warps=4,
+            enable_fp_fusion=False,
         )
     return out
 
