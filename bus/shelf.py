@@ -16,10 +16,10 @@ class Offer:
 
     __slots__ = ("checksum", "data", "generation", "on_revoked", "timer")
 
-    def __init__(self, data: bytes, generation: int, timer: asyncio.TimerHandle) -> None:
+    def __init__(self, data: bytes, generation: int, checksum: int, timer: asyncio.TimerHandle) -> None:
         self.data = data
         self.generation = generation
-        self.checksum = zlib.crc32(data)
+        self.checksum = checksum
         self.timer = timer
         self.on_revoked: set[Callable[[], None]] = set()
 
@@ -37,8 +37,10 @@ class Shelf:
     def __len__(self) -> int:
         return len(self._offers)
 
-    def put(self, address: str, data: bytes, lease_s: float) -> Handle:
+    def put(self, address: str, data: bytes, lease_s: float, checksum: int | None) -> Handle:
         """Keep `data` until it is acknowledged, at most `lease_s`. Raises `BusError(overloaded)` when full."""
+        if checksum is None:
+            checksum = zlib.crc32(data)
         if self.num_bytes + len(data) > self.max_bytes:
             raise fail(
                 Code.OVERLOADED,
@@ -47,7 +49,7 @@ class Shelf:
         self._generation += 1
         key = self._new_key()
         timer = asyncio.get_running_loop().call_later(lease_s, self.revoke, key)
-        offer = self._offers[key] = Offer(data, self._generation, timer)
+        offer = self._offers[key] = Offer(data, self._generation, checksum, timer)
         self.num_bytes += len(data)
         return Handle(
             address=address, key=key, generation=offer.generation, size_bytes=len(data), checksum=offer.checksum

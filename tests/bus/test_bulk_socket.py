@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
+import zlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from types import SimpleNamespace
 
 import pytest
 
+from bus import bulk
 from bus.bulk import SocketBulk
 from schemas.bulk import Handle
 from tests.bus.test_bulk import MIB, TIMEOUT_S, pull_fails, started, until
@@ -114,6 +118,25 @@ async def stalled_reader(handle: Handle) -> tuple[asyncio.StreamReader, asyncio.
     await writer.drain()
     await reader.readexactly(1)
     return reader, writer
+
+
+def test_a_large_checksum_is_computed_beside_the_loop(run_async: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+
+    def crc32(data: bytes, *args: int) -> int:
+        threads.append(threading.get_ident())
+        return zlib.crc32(data, *args)
+
+    async def main() -> None:
+        owner, reader = SocketBulk(), SocketBulk()
+        async with started(owner, reader):
+            monkeypatch.setattr(bulk, "zlib", SimpleNamespace(crc32=crc32))
+            for size in (bulk.SUMMED_BYTES, bulk.SUMMED_BYTES + 1):
+                data = bytes(size)
+                assert await reader.unwrap(await owner.wrap(data)) == data
+            assert [thread == threading.get_ident() for thread in threads] == [True, False]
+
+    run_async(main())
 
 
 def test_a_slow_reader_holds_up_nobody_and_ends_with_its_lease(run_async: Run) -> None:
