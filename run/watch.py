@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable
 
 from bus.broker import NatsWire
@@ -34,7 +35,8 @@ class Watch:
         self._kill = kill
         self._round_s = round_s
         self._liveness = Liveness(NUM_MISSED)
-        self._exits: asyncio.Queue[ProcessExited] = asyncio.Queue()
+        self._exits: deque[ProcessExited] = deque()
+        self._has_exits = asyncio.Event()
 
     def watch(self, process: str, members: list[str]) -> None:
         """A process is ready."""
@@ -44,7 +46,8 @@ class Watch:
         """A process has ended."""
         self._liveness.forget(exit.name)
         if exit.members:
-            self._exits.put_nowait(exit)
+            self._exits.append(exit)
+            self._has_exits.set()
 
     async def run(self, ready: Ready) -> None:
         """Live until cancelled."""
@@ -65,8 +68,11 @@ class Watch:
 
     async def _tell_exits(self, bus: Bus) -> None:
         while True:
-            exit = await self._exits.get()
-            await bus.tell(EXITED.all(), exit)
+            await self._has_exits.wait()
+            while self._exits:
+                await bus.tell(EXITED.all(), self._exits[0])
+                self._exits.popleft()  # only now: what could not be told is told on the next connection
+            self._has_exits.clear()
 
     async def _ping(self, bus: Bus) -> None:
         loop = asyncio.get_running_loop()
