@@ -23,13 +23,15 @@ class Keys:
     def parse(cls, text: str) -> Keys:
         """Read `key` or `key=tenant`, comma separated; a key without a tenant is the tenant `public`.
 
-        Raises KeysError on an empty key or tenant.
+        Raises KeysError on an empty key or tenant, and on keys that no header can carry alike from every client.
         """
         tenants = []
         for number, part in enumerate((part.strip() for part in text.split(",") if part.strip()), 1):
             key, separator, tenant = part.partition("=")
             if not key.strip() or (separator and not tenant.strip()):
                 raise KeysError(f"SHOAL_API_KEYS: entry {number} is not `key` or `key=tenant`")
+            if not key.isascii():
+                raise KeysError(f"SHOAL_API_KEYS: entry {number}: a key must be ASCII, as HTTP headers are")
             tenants.append((key.strip().encode(), tenant.strip() or PUBLIC))
         return cls(tuple(tenants))
 

@@ -118,7 +118,8 @@ def test_key_lists() -> None:
     assert not Keys.parse("") and not Keys.parse(" , ")
     assert Keys.parse("").tenant({}) == "public"
     assert Keys.parse("a=x,b").tenants == ((b"a", "x"), (b"b", "public"))
-    for bad in ("=x", "a=", "a,=b"):
+    assert Keys.parse("a=Jürgen").tenants == ((b"a", "Jürgen"),)
+    for bad in ("=x", "a=", "a,=b", "schlüssel", "a,ключ=b"):
         with pytest.raises(KeysError):
             Keys.parse(bad)
 
