@@ -245,8 +245,9 @@ class Prefill(Actor):
 
     async def _offer(self, job: Job, state: bytes, routed: Routed, cancelled: asyncio.Event) -> bool:
         """Offer the state to one decode replica. True if it took it, False if not or when cancelled meanwhile."""
+        checksum = await self._bulk.checksum(state)
         try:
-            handle = self._bulk.offer(state, lease_s=HAND_OVER_S)
+            handle = self._bulk.offer(state, lease_s=HAND_OVER_S, checksum=checksum)
         except BusError:
             return False  # too much is on offer already
         offer = HandOver(
