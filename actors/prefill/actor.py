@@ -23,6 +23,7 @@ from bus.subjects import (
     HAND_OVER,
     RELEASE_DECODE,
     RELEASE_PREFILL,
+    RESEND_DECODE,
     RESEND_PREFILL,
     ROUTE_DECODE,
     TOKENS,
@@ -43,7 +44,11 @@ MAX_QUEUED = 1024
 PULL_S = 8.0
 """For a long prompt; less than the entrypoint waits for our answer."""
 
+ASK_S = 5.0
 HAND_OVER_S = 30.0
+PROBE_S = 2.0
+"""A replica that has not answered an offer for so long is asked whether it still has it."""
+
 PATIENCE_S = 60.0
 """How long a computed request waits for room in decode."""
 
@@ -265,10 +270,12 @@ class Prefill(Actor):
         asking = asyncio.create_task(self.bus.ask(HAND_OVER.at(routed.replica), offer, timeout_s=HAND_OVER_S))
         giving_up = asyncio.create_task(cancelled.wait())
         try:
-            await asyncio.wait([asking, giving_up], return_when=asyncio.FIRST_COMPLETED)
-            if not asking.done():
-                return False
-            answer = await asking
+            while not asking.done():
+                both = [asking, giving_up]
+                done, _ = await asyncio.wait(both, timeout=PROBE_S, return_when=asyncio.FIRST_COMPLETED)
+                if giving_up in done or (not done and not await self._is_held(job, routed.replica)):
+                    return False
+            answer = asking.result()
         except BusError:
             return False
         finally:
@@ -278,6 +285,12 @@ class Prefill(Actor):
         if isinstance(answer, Refused) and answer.is_final:
             job.is_cancelled = True  # it has ended, or is owned elsewhere
         return not isinstance(answer, Refused)
+
+    async def _is_held(self, job: Job, replica: str) -> bool:
+        """Whether a decode replica still has our offer: one that was killed meanwhile cannot say so by itself."""
+        asked = Resend(request_ids=[job.id], first_indexes=[0], epochs=[job.dispatch.epoch])
+        answer = await self.bus.ask(RESEND_DECODE.at(replica), asked, timeout_s=ASK_S)
+        return not answer.ends
 
     async def _fail(self, job: Job, failure: Failure) -> None:
         """Tell the entrypoint the end. Stale by then if a decode replica had claimed the request after all."""

@@ -228,6 +228,28 @@ def test_cancel_reaches_a_state_on_offer_to_a_stopped_decode() -> None:
     run_virtual(main())
 
 
+def test_a_decode_killed_with_an_offer_in_hand_is_found_out_soon() -> None:
+    async def main() -> None:
+        async with core(1, 1, SLOW) as system:
+            decode = system.actors["decode/d0"]
+            assert isinstance(decode, Decode)
+
+            async def hang(*_: object) -> None:
+                await asyncio.Event().wait()
+
+            decode._take = hang  # type: ignore[method-assign, assignment]
+            await system.send(submit("r1"))
+            await asyncio.sleep(0.5)
+            system.kill("decode/d0")
+            await system.with_decode("d0", SLOW)  # as a supervisor would
+            restarted_s = asyncio.get_running_loop().time()
+            await system.listener.over("r1").wait()
+            assert system.listener.ends["r1"] == LENGTH
+            assert asyncio.get_running_loop().time() - restarted_s < 5.0
+
+    run_virtual(main())
+
+
 def test_a_recipe_that_vanished_frees_its_requests() -> None:
     async def main() -> None:
         async with core(cost=SLOW) as system:
