@@ -140,4 +140,4 @@ SUBJECTS: tuple[Subject[Any, Any], ...] = (
     *(DISPATCH, CANCEL_PREFILL, RESEND_PREFILL, HAND_OVER, CANCEL_DECODE, RESEND_DECODE),
     *(LOAD, EXITED),
 )
-"""All of the above, for tests and for the document clients read."""
+"""All of the above, for tests."""

@@ -114,7 +114,6 @@ class CancelReason(StrEnum):
     CLIENT = "client"
     CLIENT_GONE = "client_gone"
     STOP_SEQUENCE = "stop_sequence"
-    DEADLINE = "deadline"
 
 
 class Cancel(Message, frozen=True):
