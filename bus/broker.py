@@ -46,7 +46,6 @@ class _Client(Client):
     def __init__(self) -> None:
         super().__init__()
         self.listeners: dict[int, Callable[[Delivery], None]] = {}
-        self.num_undecodable = 0
 
     def send(self, command: bytes) -> None:
         """Queue a command for the flusher, in order; what `publish` does behind four coroutines and two checks."""
@@ -69,7 +68,6 @@ class _Client(Client):
                 delivery = Delivery(subject.decode(), data, reply.decode(), _parse_headers(headers))
             listener(delivery)
         except UnicodeDecodeError:
-            self.num_undecodable += 1
             log.warning("dropped a message whose subject is not UTF-8: %r, reply %r", subject, reply)
         except (Exception, asyncio.CancelledError):
             log.exception("a listener on %s raised; it must only enqueue", subject.decode())
