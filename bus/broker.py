@@ -31,6 +31,10 @@ FLUSH_TIMEOUT_S = 5.0
 UNSUBSCRIBE_TIMEOUT_S = 0.5
 CLOSE_TIMEOUT_S = 2.0
 MAX_RECONNECT_WAIT_S = 2.0
+SETTLE_S = 3.0
+"""After a reconnect others may still be on their way back: for so long "nobody listens there" proves nothing, and counts
+as a lost message."""
+
 
 _NO_RESPONDERS = b"NATS/1.0 503"
 
@@ -46,6 +50,7 @@ class _Client(Client):
     def __init__(self) -> None:
         super().__init__()
         self.listeners: dict[int, Callable[[Delivery], None]] = {}
+        self.settled_s = 0.0
 
     def send(self, command: bytes) -> None:
         """Queue a command for the flusher, in order; what `publish` does behind four coroutines and two checks."""
@@ -63,6 +68,8 @@ class _Client(Client):
             if not headers:
                 delivery = Delivery(subject.decode(), data, reply.decode(), None)
             elif headers.startswith(_NO_RESPONDERS) and not data:
+                if asyncio.get_running_loop().time() < self.settled_s:
+                    return
                 delivery = Delivery(subject.decode(), data, "", None, is_missing=True)
             else:
                 delivery = Delivery(subject.decode(), data, reply.decode(), _parse_headers(headers))
@@ -263,6 +270,7 @@ class NatsWire:
 
     async def _on_reconnected(self) -> None:
         self.num_reconnects += 1
+        self._client.settled_s = asyncio.get_running_loop().time() + SETTLE_S
         log.warning("connected to NATS again")
 
     async def _on_closed(self) -> None:

@@ -111,6 +111,14 @@ def test_it_comes_back_with_the_server_and_hears_again(
         await source.flush()
         await listener.flush()
         assert heard[-1] == b"back"
+        missing: list[str] = []
+        await source.subscribe(f"{source.inbox}.m.*", lambda d: missing.append(d.subject) if d.is_missing else None)
+        await source.publish("again.nobody", b"", reply=f"{source.inbox}.m.soon")
+        await source.flush()
+        source._client.settled_s = 0.0  # as if the time to settle had passed
+        await source.publish("again.nobody", b"", reply=f"{source.inbox}.m.later")
+        await source.flush()
+        assert missing == [f"{source.inbox}.m.later"], "right after a reconnect others may still be on their way"
         await unsubscribe()
         await source.close()
         await listener.close()
