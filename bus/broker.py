@@ -32,8 +32,8 @@ UNSUBSCRIBE_TIMEOUT_S = 0.5
 CLOSE_TIMEOUT_S = 2.0
 MAX_RECONNECT_WAIT_S = 2.0
 SETTLE_S = 3.0
-"""After a reconnect others may still be on their way back: for so long "nobody listens there" proves nothing, and counts
-as a lost message."""
+"""After a reconnect others may still be on their way back: for so long "nobody listens there" proves nothing, and
+counts as a lost message."""
 
 
 _NO_RESPONDERS = b"NATS/1.0 503"

@@ -28,7 +28,8 @@ def print_status(settings: Settings, *, as_json: bool) -> int:
         print(f"shoal: {error}", file=sys.stderr)
         return 1
     if as_json:
-        print(msgspec.json.encode({"actors": reports}).decode())
+        actors = [msgspec.structs.asdict(report) for report in reports]  # with the zeros that messages leave out
+        print(msgspec.json.encode({"actors": actors}).decode())
     elif reports:
         Console().print(_table(reports))
     else:
