@@ -21,11 +21,11 @@ from kernels.step import Step
 
 
 class Attention:
-    """Weights of `layers.{i}.attn`; projections of one input are kept as one matrix."""
+    """Weights of a layer's `attn`; projections of one input are kept as one matrix."""
 
     def __init__(self, config: ModelConfig, role: LayerRole, checkpoint: Checkpoint, rounding: Rounding) -> None:
         self.config, self.role, self.round = config, role, rounding
-        c, name = config, f"layers.{role.layer}.attn"
+        c, name = config, f"{role.name}.attn"
         heads = c.num_attention_heads
         self.compressor = Compressor(c, role, checkpoint, rounding) if role.owns_kv else None
         self.indexer = Indexer(c, role, checkpoint, rounding) if role.owns_index else None

@@ -1,4 +1,4 @@
-"""One backbone layer: attention and experts between two single-pass mixes (spec §2.3)."""
+"""One layer: attention and experts between two single-pass mixes (spec §2.3)."""
 
 from __future__ import annotations
 
@@ -16,13 +16,20 @@ from kernels.step import Step
 
 
 class Block:
-    """Weights of `layers.{i}` except its Engram."""
+    """Weights of a backbone layer, except its Engram, or of a draft stage, around its `attention`."""
 
-    def __init__(self, config: ModelConfig, role: LayerRole, checkpoint: Checkpoint, rounding: Rounding) -> None:
-        self.config, self.layer, self.round = config, role.layer, rounding
-        self.attention = Attention(config, role, checkpoint, rounding)
-        self.moe = MoE(config, role.layer, checkpoint, rounding)
-        name, dim, num = f"layers.{role.layer}", config.hidden_size, config.hc_mult
+    def __init__(
+        self,
+        config: ModelConfig,
+        role: LayerRole,
+        checkpoint: Checkpoint,
+        rounding: Rounding,
+        attention: Attention,
+    ) -> None:
+        self.config, self.role, self.round = config, role, rounding
+        self.attention = attention
+        self.moe = MoE(config, role, checkpoint, rounding)
+        name, dim, num = role.name, config.hidden_size, config.hc_mult
         self.attn_norm = checkpoint.tensor(f"{name}.attn_norm.weight", dim)
         self.ffn_norm = checkpoint.tensor(f"{name}.ffn_norm.weight", dim)
 
@@ -52,14 +59,14 @@ class Block:
         eps, r = self.config.rms_norm_eps, self.round
         mixed = self._mix(streams, self.attn_mix)
         y = self.attention.forward(projected, step)
-        step.record(f"layers.{self.layer}.attn_out", y)
+        step.record(f"{self.role.name}.attn_out", y)
         streams, pre = expand(y, streams, mixed, r), mixed.pre
         mixed = self._mix(streams, self.ffn_mix)
         y = self.moe.forward(rms_norm(collapse(streams, pre, r), self.ffn_norm, eps, r), step)
-        step.record(f"layers.{self.layer}.ffn_out", y)
+        step.record(f"{self.role.name}.ffn_out", y)
         streams = expand(y, streams, mixed, r)
-        step.record(f"layers.{self.layer}.out", streams)
-        step.record(f"layers.{self.layer}.pre_out", mixed.pre)
+        step.record(f"{self.role.name}.out", streams)
+        step.record(f"{self.role.name}.pre_out", mixed.pre)
         return streams, mixed.pre
 
     def _mix(self, streams: torch.Tensor, weights: MixWeights) -> Mix:

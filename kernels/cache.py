@@ -20,10 +20,13 @@ class StatePool:
     Per layer a sliding-window ring, per KV owner the main KV and index-key caches (bf16, exact: quantise-dequantise
     results are representable) and for ratio 2 the FP32 (kv, score) of the last tokens, per slot its token ids.
     The last `max_rollback` tokens can be taken back: rings hold that many rows more than the arithmetic needs.
+    With `drafts`, a window ring per draft stage too.
     Rows outside a request's valid length may hold anything finite; freeing costs nothing.
     """
 
-    def __init__(self, config: ModelConfig, num_slots: int, max_tokens: int, max_rollback: int = 8) -> None:
+    def __init__(
+        self, config: ModelConfig, num_slots: int, max_tokens: int, max_rollback: int = 8, *, drafts: bool = False
+    ) -> None:
         if num_slots < 1 or max_tokens < 1 or max_rollback < 0:
             raise ValueError("num_slots and max_tokens must be positive, max_rollback not negative")
         self.config = config
@@ -39,6 +42,8 @@ class StatePool:
 
         bf16 = torch.bfloat16
         self.swa = torch.zeros(config.num_hidden_layers, num_slots, self.ring_rows, dim, dtype=bf16)
+        num_stages = config.num_nextn_predict_layers if drafts else 0
+        self.draft_swa = torch.zeros(num_stages, num_slots, self.ring_rows, dim, dtype=bf16)
         self.main: dict[int, torch.Tensor] = {}  # [num_slots, rows, head_dim]
         self.index_k: dict[int, torch.Tensor] = {}  # [num_slots, rows, index_head_dim]
         self.pair: dict[int, torch.Tensor] = {}  # [num_slots, pair_rows, 2 (kv, score), head_dim] fp32
@@ -63,7 +68,7 @@ class StatePool:
     def size_bytes(self) -> int:
         """Bytes of all arrays."""
         caches = [*self.main.values(), *self.index_k.values(), *self.pair.values()]
-        return sum(array.nbytes for array in [self.swa, self.tokens, *caches])
+        return sum(array.nbytes for array in [self.swa, self.draft_swa, self.tokens, *caches])
 
     def alloc(self) -> int:
         """Take a free slot, empty. Raises PoolFull."""
@@ -130,18 +135,22 @@ class StatePool:
 
         `length` [] int64; `tokens` [length] int64; `swa` [layers, min(length, window - 1), head_dim] bf16, in position
         order; per KV owner `main.{layer}` and `index_k.{layer}` [length // ratio, dim] bf16; per ratio-2 owner
-        `pair.{layer}` [length % 2, 2, head_dim] fp32. Raises ValueError within a prompt that is being replayed.
+        `pair.{layer}` [length % 2, 2, head_dim] fp32; with drafts `draft_swa` [stages, min(length, window), head_dim]
+        bf16. Raises ValueError within a prompt that is being replayed.
         """
         self._need(slot)
         length, whole = self._length[slot], self._starts[slot].whole
         if length < whole:
             raise ValueError(f"slot {slot}: {length} of {whole} replayed tokens are computed")
-        rows = self._ring_index(length)
+        window = self.config.sliding_window
+        rows = self._ring_index(length, window - 1)
         tensors = {
             "length": torch.tensor(length),
             "tokens": self.tokens[slot, :length].clone(),
             "swa": self.swa[:, slot, rows],
         }
+        if len(self.draft_swa):
+            tensors["draft_swa"] = self.draft_swa[:, slot, self._ring_index(length, window)]
         for role in self.config.kv_owners:
             num_rows = length // role.ratio
             tensors[f"main.{role.layer}"] = self.main[role.layer][slot, :num_rows].clone()
@@ -163,14 +172,19 @@ class StatePool:
             raise ValueError(f"imported state of {length} tokens does not fit in {self.max_tokens}")
         # Every tensor is checked before any is written, so that a bad one leaves the slot as it was.
         targets = self._prefix_targets(slot, length, tensors)
-        rows, dim = self._ring_index(length), self.config.head_dim
+        window, dim = self.config.sliding_window, self.config.head_dim
+        rows, draft_rows = self._ring_index(length, window - 1), self._ring_index(length, window)
         _check(tensors, "swa", (self.config.num_hidden_layers, len(rows), dim), self.swa.dtype)
+        if len(self.draft_swa):
+            _check(tensors, "draft_swa", (len(self.draft_swa), len(draft_rows), dim), self.draft_swa.dtype)
         pair_rows = self._pair_index(length)
         for layer, pair in self.pair.items():
             _check(tensors, f"pair.{layer}", (len(pair_rows), 2, dim), pair.dtype)
         for target, name in targets:
             target.copy_(tensors[name])
         self.swa[:, slot, rows] = tensors["swa"]
+        if len(self.draft_swa):
+            self.draft_swa[:, slot, draft_rows] = tensors["draft_swa"]
         for layer, pair in self.pair.items():
             pair[slot, pair_rows] = tensors[f"pair.{layer}"]
         self._length[slot] = self._floor[slot] = length
@@ -207,9 +221,9 @@ class StatePool:
             _check(tensors, name, target.shape, target.dtype)
         return targets
 
-    def _ring_index(self, length: int) -> torch.Tensor:
-        """Ring rows that the token at position `length` will read, in position order."""
-        positions = torch.arange(max(0, length - self.config.sliding_window + 1), length)
+    def _ring_index(self, length: int, reach: int) -> torch.Tensor:
+        """Ring rows of the last `reach` of `length` tokens, in position order."""
+        positions = torch.arange(max(0, length - reach), length)
         return positions % self.ring_rows
 
     def _pair_index(self, length: int) -> torch.Tensor:

@@ -44,6 +44,9 @@ class Checkpoint:
             path = self.folder / _SINGLE
             self._files = dict.fromkeys(self._handle(path).keys(), path)
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
         """A BF16, FP16 or FP32 tensor of `shape`, as contiguous fp32."""
         value = self.raw(name, shape)

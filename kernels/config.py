@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -39,14 +40,20 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class LayerRole:
-    """What one layer owns and reads (spec §0). `ratio` 0 means a sliding window only; owners are then None."""
+    """What one layer owns and reads (spec §0). `ratio` 0 means a sliding window only; owners are then None.
+
+    `name` is the prefix of its tensors. Draft stages count on from the backbone's layers.
+    """
 
     layer: int
+    name: str
     ratio: int
     kv_owner: int | None
     index_owner: int | None
     engram: int | None  # position in `engram_layer_ids`
-    mode: Literal["window", "full", "reindex", "reuse"]
+    mode: Literal["window", "full", "reindex", "reuse", "draft"]
+    num_experts: int
+    num_picks: int  # experts per token
 
     @property
     def owns_kv(self) -> bool:
@@ -104,6 +111,13 @@ class ModelConfig:
     bos_token_id: int
     eos_token_id: int
     pad_token_id: int
+    num_nextn_predict_layers: int = 0
+    dspark_block_size: int = 0
+    dspark_noise_token_id: int = 0
+    dspark_target_layer_ids: tuple[int, ...] = ()
+    dspark_markov_rank: int = 0
+    dspark_n_routed_experts: int = 0
+    dspark_num_experts_per_tok: int = 0
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelConfig:
@@ -132,6 +146,8 @@ class ModelConfig:
         values: dict[str, Any] = {}
         for field in dataclasses.fields(cls):
             source, name = (top, field.name) if field.name in _TOP_LEVEL else (text, f"text_config.{field.name}")
+            if field.name not in source and field.default is not dataclasses.MISSING:
+                continue
             if field.name not in source:
                 raise ConfigError(f"{name} is missing")
             values[field.name] = _convert(name, str(field.type), source[field.name])
@@ -143,6 +159,15 @@ class ModelConfig:
     def layers(self) -> tuple[LayerRole, ...]:
         """The role of each backbone layer, in order."""
         return tuple(self._role(layer) for layer in range(self.num_hidden_layers))
+
+    @cached_property
+    def draft_stages(self) -> tuple[LayerRole, ...]:
+        """The role of each DSpark stage, in order; none when the checkpoint has no drafts (spec §8.1)."""
+        experts, picks = self.dspark_n_routed_experts, self.dspark_num_experts_per_tok
+        return tuple(
+            LayerRole(self.num_hidden_layers + stage, f"mtp.{stage}", 0, None, None, None, "draft", experts, picks)
+            for stage in range(self.num_nextn_predict_layers)
+        )
 
     @property
     def kv_owners(self) -> tuple[LayerRole, ...]:
@@ -157,14 +182,15 @@ class ModelConfig:
     def _role(self, layer: int) -> LayerRole:
         ratio = self.compress_ratios[layer]
         engram = self.engram_layer_ids.index(layer) if layer in self.engram_layer_ids else None
+        name, experts, picks = f"layers.{layer}", self.n_routed_experts, self.num_experts_per_tok
         if ratio == 0:
-            return LayerRole(layer, 0, None, None, engram, "window")
+            return LayerRole(layer, name, 0, None, None, engram, "window", experts, picks)
         kv_owner = max(owner for owner in self.kv_source_layer_ids if owner <= layer)
         index_owner = max(owner for owner in self.index_source_layer_ids if owner <= layer)
         mode: Literal["full", "reindex", "reuse"] = "reuse"
         if index_owner == layer:
             mode = "full" if kv_owner == layer else "reindex"
-        return LayerRole(layer, ratio, kv_owner, index_owner, engram, mode)
+        return LayerRole(layer, name, ratio, kv_owner, index_owner, engram, mode, experts, picks)
 
     def _check(self) -> None:
         def need(holds: bool, what: str) -> None:
@@ -182,6 +208,7 @@ class ModelConfig:
         need(self.num_attention_heads % self.o_groups == 0, "o_groups must divide num_attention_heads")
         need(self.num_experts_per_tok <= self.n_routed_experts, "num_experts_per_tok exceeds n_routed_experts")
         need(len(self.engram_num_embeddings) == len(self.engram_layer_ids), "engram_num_embeddings: one per layer")
+        self._check_drafts(need)
         first = next((layer for layer, ratio in enumerate(ratios) if ratio), None)
         if first is None:
             return
@@ -201,6 +228,22 @@ class ModelConfig:
         reach = (self.candidate_topk_blocks - 1) * self.candidate_block_size + 1
         reindexes = any(role.mode == "reindex" for role in self.layers)
         need(not reindexes or reach >= self.index_topk, "candidate_topk_blocks leaves fewer rows than index_topk")
+
+    def _check_drafts(self, need: Callable[[bool, str], None]) -> None:
+        if not self.num_nextn_predict_layers:
+            return
+        need(self.dspark_block_size > 0, "dspark_block_size must be positive")
+        need(self.dspark_markov_rank > 0, "dspark_markov_rank must be positive")
+        need(0 <= self.dspark_noise_token_id < self.vocab_size, "dspark_noise_token_id is not in the vocabulary")
+        need(
+            0 < self.dspark_num_experts_per_tok <= self.dspark_n_routed_experts,
+            "dspark_num_experts_per_tok must be positive and at most dspark_n_routed_experts",
+        )
+        targets = self.dspark_target_layer_ids
+        need(
+            len(targets) > 0 and all(0 <= layer < self.num_hidden_layers for layer in targets),
+            "dspark_target_layer_ids must name backbone layers",
+        )
 
 
 def _convert(name: str, kind: str, value: Any) -> Any:

@@ -37,6 +37,14 @@ class Emission(NamedTuple):
     carried_from: torch.Tensor
 
 
+class Before(NamedTuple):
+    """The whole window before each segment, in position order: flat ring `rows` [num_segments, window] and `bias`
+    [num_segments, window], -inf before the first token that has rows."""
+
+    rows: torch.Tensor
+    bias: torch.Tensor
+
+
 class Group(NamedTuple):
     """Consecutive segments of equal length: batch rows `start` to `end`, as [num_segments, length].
 
@@ -96,11 +104,20 @@ class Layout:
         self.positions = torch.from_numpy(padded)  # [padded], 0 for the rows that only fill the tile
         self.groups = tuple(self._groups(segments))
         self._emissions: dict[int, Emission] = {}
+        self._heads = first
 
     @cached_property
     def ring(self) -> Rows:
         """What the sliding-window rings keep of this batch."""
         return self._tail(self._pool.ring_rows)
+
+    @cached_property
+    def before(self) -> Before:
+        """What the rows of a draft block see of their request."""
+        positions = self._position[self._heads, None] + np.arange(-self._window, 0)
+        rows = self._slot[self._heads, None] * self._pool.ring_rows + positions % self._pool.ring_rows
+        bias = np.where(positions < self._begin[self._heads, None], np.float32("-inf"), np.float32(0))
+        return Before(torch.from_numpy(rows), torch.from_numpy(bias))
 
     @cached_property
     def pair(self) -> Rows:

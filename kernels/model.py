@@ -8,16 +8,18 @@ from typing import Literal
 
 import torch
 
+from kernels.attention import Attention
 from kernels.batch import Batch, Segment
 from kernels.block import Block
 from kernels.cache import StatePool
 from kernels.checkpoint import Checkpoint, CheckpointError
 from kernels.config import ModelConfig
+from kernels.draft import Drafter
 from kernels.engram import Engram
 from kernels.layout import Layout, check
 from kernels.ops.engram import hash_tables
 from kernels.ops.linear import linear
-from kernels.ops.mix import collapse
+from kernels.ops.mix import collapse, mean_stream
 from kernels.ops.rope import Rotation, frequencies
 from kernels.ops.rounding import keep, rms_norm, to_bf16
 from kernels.replay import decoder_segments
@@ -31,7 +33,7 @@ class Model:
     """A loaded V4.1 text backbone; immutable, so one instance may serve any number of pools.
 
     `compute_dtype` "bf16" rounds activations where the published model does; "fp32" rounds none of them, while every
-    quantise-dequantise step stays: the tighter oracle, and faster on a CPU.
+    quantise-dequantise step stays: the tighter oracle, and faster on a CPU. `drafter` is None without draft stages.
     """
 
     def __init__(
@@ -44,7 +46,12 @@ class Model:
         self.embed = checkpoint.tensor("embed.weight", c.vocab_size, c.hidden_size)
         self.norm = checkpoint.tensor("norm.weight", c.hidden_size)
         self.head = checkpoint.tensor("head.weight", c.vocab_size, c.hidden_size)
-        self.blocks = [Block(c, role, checkpoint, self.round) for role in c.layers]
+        self.blocks = [
+            Block(c, role, checkpoint, self.round, Attention(c, role, checkpoint, self.round)) for role in c.layers
+        ]
+        # A checkpoint may come without its draft stages, whatever its configuration says.
+        drafts = c.num_nextn_predict_layers > 0 and "mtp.0.main_norm.weight" in checkpoint
+        self.drafter = Drafter(c, checkpoint, self.embed, self.head, self.round) if drafts else None
         tables = hash_tables(
             c.engram_layer_ids,
             c.engram_max_ngram_size,
@@ -97,6 +104,8 @@ class Model:
         pre = torch.zeros(layout.padded, num)
         pre[:, 0] = 1.0
         streams, pre = self._layers(streams, pre, batch.segments, step)
+        if self.drafter is not None and step.taps and (step.rows is None or len(step.rows)):
+            self.drafter.observe(step.taps, step.layout, pool)
         for segment in batch.segments:
             pool.advance(segment.slot, segment.num_tokens)
         return self._wanted(torch.tensor(batch.rows), streams, pre, step)
@@ -108,13 +117,16 @@ class Model:
         pool = step.pool
         starts = [pool.starts(segment.slot) for segment in segments]
         decoder = decoder_segments(segments, starts, self.config.sliding_window)
+        tapped = self.config.dspark_target_layer_ids if self.drafter is not None and len(pool.draft_swa) else ()
         for block in self.blocks:
-            engram = self.engrams.get(block.layer)
+            engram = self.engrams.get(block.role.layer)
             if engram is not None and step.history is not None and self.token_map is not None:
                 streams = engram.forward(streams, step.history, self.token_map.pad)
-                step.record(f"layers.{block.layer}.in_after_engram", streams)
+                step.record(f"{block.role.name}.in_after_engram", streams)
+            if block.role.layer in tapped:
+                step.taps.append(self.round(mean_stream(streams)))
             projected = block.project(streams, pre, step)
-            if decoder is not None and block.layer == self.config.first_decoder_layer:
+            if decoder is not None and block.role.layer == self.config.first_decoder_layer:
                 rows = step.narrow(decoder)
                 if not decoder:
                     break

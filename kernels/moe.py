@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernels.checkpoint import Checkpoint, Weight
-from kernels.config import ModelConfig
+from kernels.config import LayerRole, ModelConfig
 from kernels.ops.experts import activate, route, run_experts
 from kernels.ops.quant import fp8_qdq
 from kernels.ops.rounding import Rounding, keep
@@ -14,13 +14,13 @@ from kernels.step import Step
 
 
 class MoE:
-    """Weights of `layers.{i}.ffn`: router, routed experts stacked, shared expert."""
+    """Weights of a layer's `ffn`: router, routed experts stacked, shared expert."""
 
-    def __init__(self, config: ModelConfig, layer: int, checkpoint: Checkpoint, rounding: Rounding) -> None:
-        self.config, self.layer, self.round = config, layer, rounding
-        c, name = config, f"layers.{layer}.ffn"
-        gate = checkpoint.matrix(f"{name}.gate", c.n_routed_experts, c.hidden_size)
-        self.bias = checkpoint.tensor(f"{name}.gate.bias", c.n_routed_experts)
+    def __init__(self, config: ModelConfig, role: LayerRole, checkpoint: Checkpoint, rounding: Rounding) -> None:
+        self.config, self.role, self.round = config, role, rounding
+        c, name = config, f"{role.name}.ffn"
+        gate = checkpoint.matrix(f"{name}.gate", role.num_experts, c.hidden_size)
+        self.bias = checkpoint.tensor(f"{name}.gate.bias", role.num_experts)
 
         def up(expert: str) -> Weight:
             shape = (c.moe_intermediate_size, c.hidden_size)
@@ -30,7 +30,7 @@ class MoE:
         def down(expert: str) -> Weight:
             return checkpoint.matrix(f"{name}.{expert}.w2", c.hidden_size, c.moe_intermediate_size)
 
-        routed = [f"experts.{expert}" for expert in range(c.n_routed_experts)]
+        routed = [f"experts.{expert}" for expert in range(role.num_experts)]
         ups, downs = [up(expert) for expert in routed], [down(expert) for expert in routed]
         self.w13 = torch.stack([weight.values for weight in ups])
         self.w2 = torch.stack([weight.values for weight in downs])
@@ -42,9 +42,9 @@ class MoE:
         """`x` [padded rows, dim], normed -> [padded rows, dim]; rows that only fill a tile get the shared part."""
         c, r, num_rows = self.config, self.round, step.layout.num_rows
         shared, logits = self.w_in.forward(x)
-        routes = route(logits, self.bias, c.num_experts_per_tok, c.routed_scaling_factor)
-        step.record(f"layers.{self.layer}.gate_indices", routes.experts)
-        step.record(f"layers.{self.layer}.gate_weights", routes.weights)
+        routes = route(logits, self.bias, self.role.num_picks, c.routed_scaling_factor)
+        step.record(f"{self.role.name}.gate_indices", routes.experts)
+        step.record(f"{self.role.name}.gate_weights", routes.weights)
         hidden = r(activate(r(shared), c.swiglu_limit))
         out = r(self.shared_w2.forward(hidden)[0])
         real = type(routes)(routes.experts[:num_rows], routes.weights[:num_rows])

@@ -22,7 +22,7 @@ class Step:
     holds the compressed ids of each row's last tokens for Engram. `key_sets` holds the gathered compressed rows that
     the last index owner picked: the Reuse layers behind it read the same ones. `candidates` holds the candidate mask of
     each group, None while every block is one. `rows` are the batch rows that went on after `narrow`, ascending; None
-    before it, for all of them.
+    before it, for all of them. `taps` [padded rows, dim] are what the draft stages read.
     """
 
     layout: Layout
@@ -32,6 +32,7 @@ class Step:
     trace: dict[str, torch.Tensor] | None
     history: torch.Tensor | None = None
     rows: torch.Tensor | None = None
+    taps: list[torch.Tensor] = field(default_factory=list)
     key_sets: tuple[KeySet, ...] = ()
     candidates: list[torch.Tensor | None] = field(default_factory=list)
 
@@ -50,6 +51,7 @@ class Step:
         self.window = Rotation(self.window.cos[rows], self.window.sin[rows])
         self.compressed = Rotation(self.compressed.cos[rows], self.compressed.sin[rows])
         self.history = None if self.history is None else self.history[rows]
+        self.taps = [tap[rows] for tap in self.taps]
         self.key_sets, self.candidates = (), []
         return rows
 

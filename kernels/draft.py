@@ -1,0 +1,147 @@
+"""DSpark: three stages that read the backbone's taps and propose a block of tokens at once (spec §8.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from kernels.attention import Attention
+from kernels.batch import Segment
+from kernels.block import Block
+from kernels.cache import StatePool
+from kernels.checkpoint import Checkpoint
+from kernels.config import ModelConfig
+from kernels.engine import Sampling
+from kernels.layout import Layout
+from kernels.ops.attention import KeySet, attend
+from kernels.ops.linear import linear
+from kernels.ops.mix import collapse
+from kernels.ops.quant import fp8_qdq
+from kernels.ops.rope import Rotation, frequencies, rotate_
+from kernels.ops.rounding import Rounding, rms_norm
+from kernels.projection import Projection
+from kernels.step import Step
+from kernels.verify import sample_rows
+
+
+class Drafts(NamedTuple):
+    """For each request a block of proposals, each for the position behind the one before.
+
+    `tokens` [requests, block] int64; `logits` [requests, block, vocab] fp32, what they were sampled from;
+    `confidence` [requests, block] fp32, before the sigmoid: how likely the target agrees, given that it agreed so far.
+    """
+
+    tokens: torch.Tensor
+    logits: torch.Tensor
+    confidence: torch.Tensor
+
+
+class DraftAttention(Attention):
+    """Each row of a block sees the same keys: the stage's window before the block, and the whole block."""
+
+    def window_rows(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        """What the stage's window keeps of the backbone: `x` [rows, dim], normed taps -> [rows, head_dim]."""
+        r = self.round
+        kv = rms_norm(r(self.w_in.forward(x)[1]), self.kv_norm, self.config.rms_norm_eps, r)
+        return r(fp8_qdq(r(rotate_(kv.unsqueeze(1), rotation).squeeze(1))))
+
+    def _attend(self, q: torch.Tensor, kv: torch.Tensor, step: Step) -> torch.Tensor:
+        layout = step.layout
+        group, before = layout.groups[0], layout.before
+        ring = step.pool.draft_swa[self.role.layer - self.config.num_hidden_layers].flatten(0, 1)
+        num, length, dim = group.num_segments, group.length, kv.shape[-1]
+        window = ring[before.rows].to(kv.dtype)
+        block = kv[: layout.num_rows].view(num, length, dim)
+        key_sets = [
+            KeySet(window.repeat_interleave(length, 0), before.bias.repeat_interleave(length, 0)),
+            KeySet(block.repeat_interleave(length, 0), torch.zeros(layout.num_rows, length)),
+        ]
+        out = attend(q[: layout.num_rows], key_sets, self.sink, self.config.head_dim**-0.5, self.round)
+        return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, layout.padded - layout.num_rows))
+
+
+class Drafter:
+    """Weights of `mtp.*`, with the backbone's `embed` and `head` [vocab, dim]. Immutable."""
+
+    def __init__(
+        self, config: ModelConfig, checkpoint: Checkpoint, embed: torch.Tensor, head: torch.Tensor, rounding: Rounding
+    ) -> None:
+        self.config, self.embed, self.head, self.round = config, embed, head, rounding
+        c, last = config, config.draft_stages[-1].name
+        dim, rank = c.hidden_size, c.dspark_markov_rank
+        self.main_proj = Projection(checkpoint.matrix("mtp.0.main_proj", dim, len(c.dspark_target_layer_ids) * dim))
+        self.main_norm = checkpoint.tensor("mtp.0.main_norm.weight", dim)
+        self.attentions: list[DraftAttention] = []
+        self.stages: list[Block] = []
+        for role in c.draft_stages:
+            self.attentions.append(DraftAttention(c, role, checkpoint, rounding))
+            self.stages.append(Block(c, role, checkpoint, rounding, self.attentions[-1]))
+        self.norm = checkpoint.tensor(f"{last}.norm.weight", dim)
+        self.markov_embed = checkpoint.tensor(f"{last}.markov_head.embed.weight", c.vocab_size, rank)
+        self.markov_head = checkpoint.tensor(f"{last}.markov_head.head.weight", c.vocab_size, rank)
+        self.confidence = checkpoint.tensor(f"{last}.confidence_head.proj.weight", 1, dim + rank)
+        self.freqs = frequencies(c.qk_rope_head_dim, c.rope_theta, None)
+
+    def observe(self, taps: Sequence[torch.Tensor], layout: Layout, pool: StatePool) -> None:
+        """Write the stages' windows for the rows of `layout`, from one tap [padded rows, dim] per target layer.
+
+        Every token that the backbone computes is observed; roll-back takes it back like the backbone's own windows.
+        """
+        kept = layout.ring
+        x = self.round(self.main_proj.forward(torch.cat(list(taps), 1)[kept.source])[0])
+        x = rms_norm(x, self.main_norm, self.config.rms_norm_eps, self.round)
+        rotation = Rotation.at(layout.positions[kept.source], self.freqs)
+        for attention, rows in zip(self.attentions, pool.draft_swa, strict=True):
+            rows.flatten(0, 1)[kept.target] = attention.window_rows(x, rotation).to(rows.dtype)
+
+    @torch.inference_mode()
+    def draft(
+        self,
+        runs: Sequence[tuple[int, int]],
+        samplings: Sequence[Sampling],
+        pool: StatePool,
+        trace: dict[str, torch.Tensor] | None = None,
+    ) -> Drafts:
+        """Proposals behind the `(slot, token)` of `runs`, the token being sampled and not yet computed.
+
+        Draws with the noise that the target will use at the same positions. Changes nothing in `pool`. Raises
+        ValueError when a slot is empty or the pool keeps no draft windows.
+        """
+        c, size = self.config, self.config.dspark_block_size
+        if not len(pool.draft_swa):
+            raise ValueError("the pool keeps no draft windows")
+        segments = [Segment(slot, pool.length(slot), size) for slot, _ in runs]
+        if not all(segment.start for segment in segments):
+            raise ValueError("a draft needs at least one computed token")
+        layout = Layout(segments, pool)
+        rotation = Rotation.at(layout.positions, self.freqs)
+        step = Step(layout, pool, rotation, rotation, trace)
+        ids = torch.full((len(runs), size), c.dspark_noise_token_id)
+        ids[:, 0] = torch.tensor([token for _, token in runs])
+        padded = torch.nn.functional.pad(ids.flatten(), (0, layout.padded - layout.num_rows))
+        streams = self.embed[padded].unsqueeze(1).repeat(1, c.hc_mult, 1)
+        pre = torch.zeros(layout.padded, c.hc_mult)
+        pre[:, 0] = 1.0
+        for stage in self.stages:
+            streams, pre = stage.forward(streams, stage.project(streams, pre, step), step)
+        hidden = collapse(streams, pre, self.round)[: layout.num_rows]
+        return self._propose(hidden.view(len(runs), size, -1), ids[:, 0], segments, samplings)
+
+    def _propose(
+        self, hidden: torch.Tensor, tokens: torch.Tensor, segments: Sequence[Segment], samplings: Sequence[Sampling]
+    ) -> Drafts:
+        """One token after another: each adds the bias of the one before it, [requests] `tokens` for the first."""
+        num, size, dim = hidden.shape
+        normed = rms_norm(hidden.reshape(-1, dim), self.norm, self.config.rms_norm_eps, self.round)
+        logits = linear(normed, self.head).view(num, size, -1)
+        starts = torch.tensor([segment.start for segment in segments])
+        drafts, confidence = [], []
+        for place in range(size):
+            bias = self.markov_embed[tokens]
+            logits[:, place] += linear(bias, self.markov_head)
+            confidence.append((torch.cat((hidden[:, place], bias), 1) * self.confidence).sum(-1))
+            tokens = sample_rows(logits[:, place], samplings, starts + place + 1)
+            drafts.append(tokens)
+        return Drafts(torch.stack(drafts, 1), logits, torch.stack(confidence, 1))
