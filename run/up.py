@@ -20,6 +20,8 @@ import msgspec
 from rich.console import Console
 from rich.markup import escape
 
+from actors.gateway.keys import Keys, KeysError
+from actors.recipe.card import CardError, ModelCard
 from bus.server import ServerConfig, command, wait_ready
 from run.cluster import Member, ProcessSpec
 from run.health import find_silent
@@ -232,8 +234,12 @@ class Stack:
 
 def up(specs: tuple[ProcessSpec, ...], settings: Settings, console: Console, ready_file: Path | None) -> int:
     """Run a whole system until it is told to stop; the exit status. Raises SettingsError before anything is started."""
+    _check(settings, ready_file)
     home = Home(settings.home)
-    home.acquire()
+    try:
+        home.acquire()
+    except OSError as error:
+        raise SettingsError(f"SHOAL_HOME={settings.home}: {error.strerror}; set it to a folder you can write") from None
     try:
         if ready_file is not None:
             ready_file.unlink(missing_ok=True)  # one of an earlier run would be believed
@@ -243,7 +249,22 @@ def up(specs: tuple[ProcessSpec, ...], settings: Settings, console: Console, rea
         settings = replace(settings, http_port=_claim_port(settings.http_port))
         return asyncio.run(Stack(specs, settings, home, console, ready_file).run())
     finally:
+        if ready_file is not None:
+            ready_file.unlink(missing_ok=True)  # what it says is true no longer
         home.release()
+
+
+def _check(settings: Settings, ready_file: Path | None) -> None:
+    """What would fail later, in some process, fails here and now. Raises SettingsError."""
+    try:
+        ModelCard.from_folder(settings.model)
+        Keys.parse(settings.api_keys)
+    except CardError as error:
+        raise SettingsError(f"SHOAL_MODEL: {error}") from None
+    except KeysError as error:
+        raise SettingsError(str(error)) from None
+    if ready_file is not None and (ready_file.is_dir() or not os.access(ready_file.absolute().parent, os.W_OK)):
+        raise SettingsError(f"--ready-file {ready_file}: give a file in a folder that exists and that you can write")
 
 
 def _claim_port(port: int) -> int:

@@ -1,0 +1,44 @@
+"""What is wrong before anything starts is one line that names it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from run.settings import Settings, SettingsError
+from run.up import up
+
+
+def start(settings: Settings, ready_file: Path | None = None) -> None:
+    up((), settings, Console(quiet=True), ready_file)
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return replace(Settings.from_environment({}), home=tmp_path / "home", http_port=0)
+
+
+def test_a_home_that_cannot_be_made(settings: Settings, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SettingsError, match=r"SHOAL_HOME=.*file"):
+        start(replace(settings, home=tmp_path / "file"))
+
+
+def test_a_model_folder_without_a_model(settings: Settings, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"SHOAL_MODEL: .*config\.json"):
+        start(replace(settings, model=tmp_path))
+
+
+def test_keys_that_are_none(settings: Settings) -> None:
+    with pytest.raises(SettingsError, match="SHOAL_API_KEYS: entry 1"):
+        start(replace(settings, api_keys=",,="))
+
+
+@pytest.mark.parametrize("name", [".", "missing/ready.json"])
+def test_a_ready_file_that_cannot_be_written(settings: Settings, tmp_path: Path, name: str) -> None:
+    with pytest.raises(SettingsError, match="--ready-file"):
+        start(settings, tmp_path / name)
+    assert not settings.home.exists(), "nothing was started"
