@@ -14,7 +14,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from run.bench.gpu_cases import CASES, WIDE, Draw
+from run.bench.gpu_case import WIDE, Draw
+from run.bench.gpu_cases import CASES
 
 
 class _Named:

@@ -25,6 +25,6 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def fresh(args: Any) -> Any:
     """A copy: some operations write into their arguments."""
-    from run.bench.gpu_cases import mapped
+    from run.bench.gpu_case import mapped
 
     return mapped(args, torch.Tensor.clone)

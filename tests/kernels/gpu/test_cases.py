@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from kernels.ops.attention import Keys
-from run.bench.gpu_cases import CASES, SMALL, Case, Draw, difference, mapped
+from kernels.ops.index import Cache
+from run.bench.gpu_case import SMALL, Case, Draw, difference, mapped
+from run.bench.gpu_cases import CASES
 from tests.kernels.gpu.conftest import fresh
 
 SEEDS = [0, 1]
@@ -26,6 +28,8 @@ def test_a_row_alone_has_the_same_bits(case: Case) -> None:
     def one(value: Any) -> Any:
         if isinstance(value, Keys):
             return value._replace(named=one(value.named))
+        if isinstance(value, Cache):
+            return value._replace(slots=one(value.slots))
         return mapped(value, lambda tensor: tensor[-1:].clone())
 
     alone = tuple(one(arg) if number in case.by_row else arg for number, arg in enumerate(fresh(args)))

@@ -1,0 +1,146 @@
+"""What it takes to check a kernel: inputs of any size, a reference, a tolerance, and the bytes it has to move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+
+from kernels.ops.rope import Rotation, frequencies
+
+
+class Sizes(NamedTuple):
+    """What the inputs are made of; the names are those of config.json, shortened."""
+
+    rows: int
+    dim: int  # hidden_size
+    heads: int
+    head_dim: int
+    rope: int
+    index_dim: int  # index_head_dim
+    held: int  # rows of a cache
+    window: int
+    picks: int
+    index_heads: int
+    slots: int
+    context: int  # compressed rows of one request, whole key tiles
+
+
+REAL = Sizes(
+    rows=64, dim=5120, heads=64, head_dim=512, rope=64, index_dim=128, held=65536, window=128, picks=512,
+    index_heads=32, slots=16, context=16384,
+)  # fmt: skip
+WIDE = REAL._replace(rows=2, held=256, slots=2, context=128)  # real widths, little work: for compilers
+SMALL = Sizes(
+    rows=3, dim=96, heads=5, head_dim=64, rope=32, index_dim=32, held=200, window=7, picks=70,
+    index_heads=3, slots=2, context=256,
+)  # fmt: skip
+
+
+class Draw:
+    """Random inputs from one seed."""
+
+    def __init__(self, sizes: Sizes, seed: int = 0) -> None:
+        self.sizes = sizes
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        """Values over many magnitudes, exact in BF16, some of them zero: inputs of either compute mode."""
+        spread = torch.randn(shape[:-1], generator=self.generator).mul_(2).exp_().unsqueeze(-1)
+        x = torch.randn(shape, generator=self.generator) * spread
+        return x.masked_fill_(torch.rand(shape, generator=self.generator) < 0.01, 0.0).bfloat16().float()
+
+    def integers(self, low: int, high: int, *shape: int) -> torch.Tensor:
+        """int64 from `low` to `high` - 1."""
+        return torch.randint(low, high, shape, generator=self.generator)
+
+    def rotation(self) -> Rotation:
+        s = self.sizes
+        return Rotation.at(torch.arange(s.rows) * 7 + 3, frequencies(s.rope, 10000.0, None))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of `kernels/ops/MODULE.py`'s `op` "MODULE.NAME".
+
+    `make` draws its arguments on the CPU; those at `by_row` have the batch rows first. `tolerance` is the permitted
+    RMS of the difference over that of the reference, 0 for the same bits. `moved` counts the bytes that a call has to
+    move, given arguments and results; by default each of their tensors once.
+    """
+
+    name: str
+    op: str
+    make: Callable[[Draw], tuple[Any, ...]]
+    by_row: tuple[int, ...]
+    tolerance: float = 0.0
+    moved: Callable[[tuple[Any, ...], Any], int] | None = None
+
+    def reference(self, args: tuple[Any, ...]) -> Any:
+        """The result on the CPU."""
+        return self._function("kernels.ops")(*args)
+
+    def kernel(self, args: tuple[Any, ...]) -> Any:
+        """The result of the Triton kernel, wherever the tensors are."""
+        return self._function("kernels.ops.gpu")(*args)
+
+    def moved_bytes(self, args: tuple[Any, ...], result: Any) -> int:
+        if self.moved is not None:
+            return self.moved(args, result)
+        return num_bytes((args, result))
+
+    def _function(self, package: str) -> Callable[..., Any]:
+        module, _, name = self.op.partition(".")
+        function: Callable[..., Any] = getattr(import_module(f"{package}.{module}"), name)
+        return function
+
+
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in nested tuples and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield from tensors([getattr(value, field.name) for field in fields(value)])
+
+
+def num_bytes(value: Any) -> int:
+    """Bytes of all tensors in `value`."""
+    return sum(tensor.nbytes for tensor in tensors(value))
+
+
+def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`value` with `change` applied to every tensor in it."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(mapped(item, change) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(mapped(item, change) for item in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{field.name: mapped(getattr(value, field.name), change) for field in fields(value)})
+    return value
+
+
+def difference(got: Any, want: Any) -> float:
+    """The largest relative RMS difference of the tensors of two results, 0 for the same values; NaN is infinite."""
+    worst = 0.0
+    pairs = list(zip(tensors(got), tensors(want), strict=True))
+    assert pairs
+    for a, b in pairs:
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return float("inf")
+        if torch.equal(a.cpu(), b.cpu()):
+            continue
+        if not b.dtype.is_floating_point:
+            return float("inf")
+        x, y = a.cpu().double(), b.cpu().double()
+        same = torch.where(x == y, 0.0, x - y)  # infinities of one sign are equal
+        finite = torch.where(y.isfinite(), y, 0.0)
+        error = float(same.square().mean().sqrt() / finite.square().mean().sqrt().clamp(min=1e-30))
+        worst = max(worst, error if error == error else float("inf"))
+    return worst
