@@ -24,6 +24,7 @@ from bus import subjects
 from bus.actor import Envelope, Handler
 from bus.bulk import Bulk
 from bus.bus import Bus, BusError, Delivery, fail
+from bus.insist import insist
 from bus.metrics import record_request
 from bus.public import PublicActor
 from bus.subjects import CANCEL, EXITED, LOAD, RESEND, STREAM, SUBMIT, Address, Subject
@@ -34,8 +35,6 @@ from schemas.liveness import ProcessExited
 from schemas.message import Role
 from schemas.request import Cancel, CancelAcknowledged, CancelReason, Resend, Submit, Taken, TokensEmitted
 from schemas.routing import LoadReported, ReportLoad
-
-tracer = trace.get_tracer("shoal")
 
 INLINE_BODY_BYTES = 8 * 1024
 """Larger bodies are encoded in a thread: 64 KiB take about 30 ms (the library lets go of the interpreter lock)."""
@@ -59,7 +58,7 @@ class Recipe(PublicActor):
         self._converter: Converter  # from on_start on
         self._open = OpenRequests()
         self._intake = Intake()
-        self._writer = StreamWriter(bus, bulk, Windows(), self.wake, self._on_gateway_gone)
+        self._writer = StreamWriter(bus, bulk, Windows(), self.wake, self._on_stream_gone)
         self._shards = Shards()
 
     def handlers(self) -> Mapping[Subject[Any, Any], Handler]:
@@ -93,8 +92,6 @@ class Recipe(PublicActor):
         await self._writer.flush()
         await super().flush()
 
-    # New calls
-
     async def _on_call(self, call: Call, envelope: Envelope) -> None:
         if self.is_draining:
             raise fail(Code.SHUTTING_DOWN, f"recipe {self.id} takes no new requests")
@@ -105,29 +102,25 @@ class Recipe(PublicActor):
 
     def _begin(self, call: Call, envelope: Envelope, inbox: InboxDoor | None) -> None:
         """Start on a call, at once: a cancel right behind it must find it. Raises Refusal if it is one too many."""
-        if self._open.get(call.request_id) is not None and call.protocol not in _AT_ONCE:
-            raise Refusal(Code.DUPLICATE_REQUEST, "a request with this id is still running")
+        if call.protocol not in _AT_ONCE:
+            self._open.check_free(call.request_id)
         self._intake.take(len(self._open), len(call.body))
         if call.protocol in _AT_ONCE:
             self.spawn(self._answer(call, envelope, inbox))
             return
         door = inbox or GatewayDoor(call.gateway, self._writer.open(STREAM.at(call.gateway), call.stream_id))
-        now_s, attributes = self._now_s(), {"shoal.request.id": call.request_id}
-        span = tracer.start_span("recipe", context=envelope.context, attributes=attributes)
-        request = OpenRequest(call.request_id, call.protocol, door, span, started_s=now_s, last_event_s=now_s)
-        self._open.add(request)
+        request = self._open.begin(call, door, envelope.context, self._now_s())
         self.spawn(self._serve(request, call, envelope))
 
     async def _answer(self, call: Call, envelope: Envelope, inbox: InboxDoor | None) -> None:
         with self._intake.working(len(call.body)):
             if inbox is None:
                 await envelope.answer(await self._convert(call, self._converter.answer, call))
-                return
-            if call.protocol is Protocol.CANCEL:
+            elif call.protocol is Protocol.CANCEL:
                 inbox.reply(await self._cancel_public(call, client_of(inbox.inbox)))
             else:
                 inbox.reply((await self._convert(call, self._converter.answer, call)).body)
-            self.wake()
+        self.wake()
 
     async def _convert(self, call: Call, work: Callable[..., Any], *args: Any) -> Any:
         """Run a conversion; beside the loop if it is long."""
@@ -180,8 +173,6 @@ class Recipe(PublicActor):
                 tried.add(shard)
         raise fail(Code.CANCELLED, "the request was cancelled")
 
-    # NATS clients
-
     def on_client(self, protocol: Protocol, delivery: Delivery) -> None:
         fresh_id = f"{self.bus.seams.random.getrandbits(128):032x}"
         call, trace_headers = read_call(protocol, delivery, fresh_id)
@@ -210,8 +201,6 @@ class Recipe(PublicActor):
         was_here, elsewhere = self._open.cancel(candidates, self._shards.alive(self._now_s()))
         told = [self._cancel_at(shard, request_id, CancelReason.CLIENT) for shard, request_id in elsewhere]
         return cancel_body(id, any([was_here, *await asyncio.gather(*told)]))
-
-    # What shards emit
 
     async def _on_tokens(self, emitted: TokensEmitted, envelope: Envelope) -> Taken:
         self._apply(emitted)
@@ -265,20 +254,15 @@ class Recipe(PublicActor):
 
     async def _cancel_at(self, shard: str, request_id: str, reason: CancelReason) -> bool:
         """Tell the shard until it acknowledges, or is gone. True if the request was running there."""
-        for _ in range(MAX_STRIKES):
-            try:
-                cancel = Cancel(request_id=request_id, reason=reason)
-                return (await self.bus.ask(CANCEL.at(shard), cancel, timeout_s=ASK_TIMEOUT_S)).was_running
-            except BusError as error:
-                if error.code is not Code.DEADLINE_EXCEEDED:
-                    break
-        return False
+        cancel = Cancel(request_id=request_id, reason=reason)
+        answer = await insist(self.bus, CANCEL.at(shard), cancel, timeout_s=ASK_TIMEOUT_S, tries=MAX_STRIKES)
+        return answer is not None and answer.was_running
 
-    def _on_gateway_gone(self, destination: str) -> None:
-        """Nobody is there: its clients are gone with it."""
+    def _on_stream_gone(self, destination: str) -> None:
         self._lose_gateway(destination.split(".")[2])
 
     def _lose_gateway(self, gateway: str) -> None:
+        """Nobody is there: its clients are gone with it."""
         for request in self._open.of_gateway(gateway):
             self.spawn(self._abandon(request, CancelReason.CLIENT_GONE))
 
@@ -286,8 +270,6 @@ class Recipe(PublicActor):
         request = self._open.get(request_id)
         if not is_taken and request is not None and request.is_for(inbox):
             self.spawn(self._abandon(request, CancelReason.CLIENT_GONE))
-
-    # Who is here
 
     async def _on_probe(self, probe: Probe, envelope: Envelope) -> Probed:
         return self._open.probed(probe)

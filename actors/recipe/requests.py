@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from opentelemetry import trace
+from opentelemetry.context import Context
 from opentelemetry.trace import Span, StatusCode
 
 from actors.recipe.converter import Converter, Prepared
@@ -13,9 +15,11 @@ from actors.recipe.doors import Door, GatewayDoor, InboxDoor
 from actors.recipe.fields import Refusal
 from actors.recipe.session import Session
 from actors.rules.errors import error_body, status
-from schemas.api import Answer, Called, Probe, Probed, Protocol
+from schemas.api import Answer, Call, Called, Probe, Probed, Protocol
 from schemas.failure import Code, Failure
 from schemas.request import Cancelled, CancelReason, End, Failed, FinishReason, Resend, TokensEmitted
+
+tracer = trace.get_tracer("shoal")
 
 SILENCE_S = 5.0
 """A request without an event for so long is asked after."""
@@ -181,9 +185,17 @@ class OpenRequests:
         """The open request with this id."""
         return self._by_id.get(id)
 
-    def add(self, request: OpenRequest) -> None:
-        """Its id must be free."""
+    def check_free(self, id: str) -> None:
+        """Raise Refusal if a request with this id is open."""
+        if id in self._by_id:
+            raise Refusal(Code.DUPLICATE_REQUEST, "a request with this id is still running")
+
+    def begin(self, call: Call, door: Door, context: Context, now_s: float) -> OpenRequest:
+        """A new one, whose id is free; its span continues the trace of `context`."""
+        span = tracer.start_span("recipe", context=context, attributes={"shoal.request.id": call.request_id})
+        request = OpenRequest(call.request_id, call.protocol, door, span, started_s=now_s, last_event_s=now_s)
         self._by_id[request.id] = request
+        return request
 
     def cancel(self, ids: list[str], shards: list[str]) -> tuple[bool, list[tuple[str, str]]]:
         """Mark those that are here; (shard, id) of whom to tell: its own shard, or all where that is not known."""
