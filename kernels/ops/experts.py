@@ -6,7 +6,9 @@ from typing import NamedTuple
 
 import torch
 
+from kernels.ops.dispatch import by_device
 from kernels.ops.linear import linear, padded_rows
+from kernels.ops.quant import dequantize_fp4, fp8_qdq
 from kernels.ops.rounding import Rounding, scalar, silu, softplus
 
 _ROUTE_EPS = 1e-20
@@ -64,6 +66,28 @@ def run_experts(
     for pick in range(1, num_picks):
         total = total + picked[:, pick]
     return total
+
+
+class Fp4Weights(NamedTuple):
+    """Matrices of all experts as stored: E2M1 `codes` [experts, n, k / 2], low nibble first, and E8M0 `scale`
+    [experts, n, k / 32]."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+
+@by_device
+def run_fp4_experts(
+    x: torch.Tensor, routes: Routes, up: Fp4Weights, down: Fp4Weights, limit: float, rounding: Rounding
+) -> torch.Tensor:
+    """`run_experts` with packed weights: `up` holds w1's rows, then w3's; `down` w2's."""
+    w13, w2 = _unpacked(up), _unpacked(down)
+    return run_experts(x, routes, w13, w2, limit, rounding, fp8_qdq)
+
+
+def _unpacked(weights: Fp4Weights) -> torch.Tensor:
+    num, n = weights.codes.shape[:2]
+    return dequantize_fp4(weights.codes.flatten(0, 1), weights.scale.flatten(0, 1)).view(num, n, -1)
 
 
 class _Tiles(NamedTuple):

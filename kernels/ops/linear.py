@@ -8,9 +8,13 @@ definition of the result. Taller products are used only where a probe of that we
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional
+
+from kernels.ops.dispatch import by_device
+from kernels.ops.quant import dequantize_blocks, fp8_qdq
 
 ROW_TILE = 4  # below 4 rows MKL sums in another order (a matrix-vector routine); taller tiles only cost more
 TALL = 64  # rows of one product where the probe allows it; beyond, nothing is gained
@@ -22,6 +26,7 @@ def padded_rows(num_rows: int) -> int:
     return -(-num_rows // ROW_TILE) * ROW_TILE
 
 
+@by_device
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`x` `[rows, k]` times `weight` `[n, k]` transposed, both fp32 and contiguous -> `[rows, n]` fp32.
 
@@ -39,6 +44,29 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if tall == total:
         return _tiles(x, weight, TALL)[:rows]
     return torch.cat((_tiles(x[:tall], weight, TALL), functional.linear(x[tall:], weight)))[:rows]
+
+
+class Fp8Weight(NamedTuple):
+    """A matrix as stored: E4M3 `codes` [n, k], E8M0 `scale` per 32 x 32 block [ceil(n / 32), k / 32]."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+
+@by_device
+def fp8_linear(x: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
+    """`x` [rows, k] fp32, quantised on the way, times the transposed `weight` -> [rows, n] fp32.
+
+    Blocks of 32 of k are added in FP32 in their order, as published. Scales are powers of two, so applying them before
+    a block's product or after it is the same.
+    """
+    quantized, values = fp8_qdq(x), dequantize_blocks(*weight)
+    blocks = range(0, x.shape[1], 32)
+    parts = [linear(quantized[:, k : k + 32].contiguous(), values[:, k : k + 32].contiguous()) for k in blocks]
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
 
 
 def grouped_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

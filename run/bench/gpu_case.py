@@ -26,17 +26,22 @@ class Sizes(NamedTuple):
     picks: int
     index_heads: int
     slots: int
+    columns: int  # outputs of a product
+    experts: int
+    expert_picks: int
+    inter: int  # moe_intermediate_size
     context: int  # compressed rows of one request, whole key tiles
 
 
 REAL = Sizes(
     rows=64, dim=5120, heads=64, head_dim=512, rope=64, index_dim=128, held=65536, window=128, picks=512,
-    index_heads=32, slots=16, context=16384,
+    index_heads=32, slots=16, columns=8192, experts=32, expert_picks=6, inter=2304, context=16384,
 )  # fmt: skip
-WIDE = REAL._replace(rows=2, held=256, slots=2, context=128)  # real widths, little work: for compilers
+# Real widths with little work, for compilers. (A reference with all 384 experts would need 50 GB; so REAL has fewer.)
+WIDE = REAL._replace(rows=2, held=256, slots=2, columns=64, experts=2, expert_picks=2, context=128)
 SMALL = Sizes(
     rows=3, dim=96, heads=5, head_dim=64, rope=32, index_dim=32, held=200, window=7, picks=70,
-    index_heads=3, slots=2, context=256,
+    index_heads=3, slots=2, columns=40, experts=5, expert_picks=3, inter=32, context=256,
 )  # fmt: skip
 
 
@@ -52,6 +57,10 @@ class Draw:
         spread = torch.randn(shape[:-1], generator=self.generator).mul_(2).exp_().unsqueeze(-1)
         x = torch.randn(shape, generator=self.generator) * spread
         return x.masked_fill_(torch.rand(shape, generator=self.generator) < 0.01, 0.0).bfloat16().float()
+
+    def codes(self, *shape: int) -> torch.Tensor:
+        """Any bytes."""
+        return torch.randint(0, 256, shape, dtype=torch.uint8, generator=self.generator)
 
     def integers(self, low: int, high: int, *shape: int) -> torch.Tensor:
         """int64 from `low` to `high` - 1."""

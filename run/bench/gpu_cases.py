@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from run.bench.gpu_cache_cases import CACHE_CASES
+from run.bench.gpu_layer_cases import LAYER_CASES
 
-CASES = [*CACHE_CASES]
+CASES = [*CACHE_CASES, *LAYER_CASES]

@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from kernels.model import Model
-from kernels.ops.experts import Routes, activate, route, run_experts
+from kernels.ops.experts import Fp4Weights, Routes, activate, route, run_experts, run_fp4_experts
+from kernels.ops.quant import dequantize_fp4, fp8_qdq
 from kernels.ops.rounding import keep
 from tests.kernels.conftest import golden
 
@@ -49,3 +50,19 @@ def test_grouping_equals_one_row_at_a_time() -> None:
         for e in range(7)
     )
     torch.testing.assert_close(together, dense, rtol=1e-4, atol=1e-3)
+
+
+def test_packed_weights_give_what_unpacked_ones_give() -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def packed(n: int, k: int) -> Fp4Weights:
+        scale = torch.randint(118, 124, (3, n, k // 32), dtype=torch.uint8, generator=generator)
+        codes = torch.randint(0, 256, (3, n, k // 2), dtype=torch.uint8, generator=generator)
+        return Fp4Weights(codes, scale.view(torch.float8_e8m0fnu))
+
+    up, down = packed(64, 96), packed(96, 32)
+    x = torch.randn(5, 96, generator=generator)
+    routes = Routes(torch.tensor([[0, 2], [2, 1], [0, 1], [1, 2], [2, 0]]), torch.rand(5, 2, generator=generator))
+    w13, w2 = (torch.stack([dequantize_fp4(*one) for one in zip(*both, strict=True)]) for both in (up, down))
+    want = run_experts(x, routes, w13, w2, 10.0, keep, fp8_qdq)
+    assert torch.equal(run_fp4_experts(x, routes, up, down, 10.0, keep), want)

@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from kernels.ops import linear as module
-from kernels.ops.linear import TALL, grouped_linear, linear
+from kernels.ops.linear import TALL, Fp8Weight, fp8_linear, grouped_linear, linear
+from tests.kernels.conftest import golden
 
 SHAPES = [(24, 768), (352, 192), (8, 64), (256, 1536)]
 
@@ -46,3 +47,10 @@ def test_groups_are_separate_products() -> None:
     x, weight = torch.randn(5, 2, 64), torch.randn(2, 32, 64)
     want = torch.cat((linear(x[:, 0].contiguous(), weight[0]), linear(x[:, 1].contiguous(), weight[1])), 1)
     assert torch.equal(grouped_linear(x, weight), want)
+
+
+@pytest.mark.oracle
+def test_fp8_products_in_blocks_of_k() -> None:
+    data = golden("units/gemm")
+    got = fp8_linear(data["x"].float(), Fp8Weight(data["fp8.weight"], data["fp8.scale"]))
+    torch.testing.assert_close(got, data["fp8.y_fp32"], rtol=1e-6, atol=1e-6)

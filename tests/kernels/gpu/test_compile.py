@@ -5,10 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
 SHARED_BYTES = 227 * 1024  # of one block on sm_90
 
 
+@pytest.mark.slow
 def test_every_kernel_compiles_for_a_gpu_at_real_widths(tmp_path: Path) -> None:
     """A case launches every kernel, each passes the compiler down to machine code, and its memory fits."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

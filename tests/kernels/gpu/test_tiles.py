@@ -1,0 +1,40 @@
+"""Rows beyond one tile, where the small cases never come."""
+
+import torch
+
+from kernels.ops import experts, linear
+from kernels.ops.experts import Routes
+from kernels.ops.gpu import experts as gpu_experts
+from kernels.ops.gpu import linear as gpu_linear
+from kernels.ops.rounding import keep
+from run.bench.gpu_case import SMALL, Draw, difference
+from run.bench.gpu_cases import CASES
+
+BY_NAME = {case.name: case for case in CASES}
+MANY = SMALL._replace(rows=70, columns=33)
+
+
+def test_rows_of_two_tiles_of_a_product() -> None:
+    x, weight = BY_NAME["linear"].make(Draw(MANY))
+    got = gpu_linear.linear(x, weight)
+    assert difference(got, linear.linear(x, weight)) < 2e-6
+    assert torch.equal(gpu_linear.linear(x[69:], weight), got[69:])
+    assert gpu_linear.linear(x[:0], weight).shape == (0, 33)
+
+
+def test_rows_of_two_tiles_of_an_fp8_product() -> None:
+    x, weight = BY_NAME["FP8 linear"].make(Draw(MANY))
+    got = gpu_linear.fp8_linear(x, weight)
+    assert difference(got, linear.fp8_linear(x, weight)) < 2e-6
+    assert torch.equal(gpu_linear.fp8_linear(x[60:66], weight), got[60:66])
+
+
+def test_experts_with_no_row_and_with_more_than_a_tile() -> None:
+    x, _, up, down, limit, _ = BY_NAME["FP4 experts, fp32"].make(Draw(SMALL._replace(rows=40)))
+    picked = torch.tensor([[4, 1]] * 35 + [[1, 2]] * 5)  # experts 0 and 3 get nothing, 1 gets forty
+    routes = Routes(picked, torch.rand(40, 2, generator=torch.Generator().manual_seed(0)))
+    got = gpu_experts.run_fp4_experts(x, routes, up, down, limit, keep)
+    want = experts.run_fp4_experts(x, routes, up, down, limit, keep)
+    assert difference(got, want) < 5e-3
+    some = Routes(picked[33:37], routes.weights[33:37])
+    assert torch.equal(gpu_experts.run_fp4_experts(x[33:37], some, up, down, limit, keep), got[33:37])
