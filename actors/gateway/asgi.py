@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from actors.gateway.http import Reply
 
@@ -23,13 +24,73 @@ class BodyTooLarge(ValueError):
     """The request body is over the limit."""
 
 
+REQUEST_S = 60.0
+"""A request must have come whole so long after its connection or its first byte."""
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's connection, but it does not wait for ever, and a body that ends too early is answered.
+
+    A request that stops arriving (the client has shut its side, or takes longer than REQUEST_S) gets to the
+    application as far as it came, if its headers did, which then finds it malformed; else the connection is closed.
+    """
+
+    _has_head = False
+    _timer: Any = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._wait_for_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._timer.cancel()
+        super().connection_lost(exc)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._wait_for_request()
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        self._has_head = True
+
+    def on_message_complete(self) -> None:
+        self._has_head = False
+        self._timer.cancel()
+        super().on_message_complete()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client writes no more. True keeps our side open, to answer."""
+        is_cut_short = self._has_head
+        if is_cut_short:
+            self._end_body()
+        return is_cut_short
+
+    def _wait_for_request(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self.loop.call_later(REQUEST_S, self._on_too_slow)
+
+    def _on_too_slow(self) -> None:
+        if self._has_head:
+            self._end_body()
+        else:
+            self.transport.close()
+
+    def _end_body(self) -> None:
+        self._has_head = False
+        self.cycle.keep_alive = False
+        self.cycle.more_body = False
+        self.cycle.message_event.set()
+
+
 class Server(uvicorn.Server):
     """Serves `app` on one listener. Leaves signals to the process it lives in; calls `on_listening` when ready."""
 
     def __init__(self, app: Callable[..., Awaitable[None]], on_listening: Callable[[], None]) -> None:
         config = uvicorn.Config(
             app,
-            http="httptools",
+            http=Connection,
             ws="none",
             lifespan="off",
             interface="asgi3",

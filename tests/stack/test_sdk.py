@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from collections.abc import Iterator
 
@@ -152,6 +153,18 @@ class TestBareHttp:
             connection.sendall(b"POST /v1/messages HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n{\"model\"")
         assert httpx.get(f"{stack.http}/health").status_code == 200
         assert stack.ready.pids == before
+
+    @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+    def test_a_body_cut_short_gets_the_protocols_own_error(self, stack: System, path: str) -> None:
+        host, port = stack.http.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=20) as connection:
+            connection.sendall(f'POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n{{"model"'.encode())
+            connection.shutdown(socket.SHUT_WR)
+            answer = b""
+            while piece := connection.recv(65536):
+                answer += piece
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400") and json.loads(body)["error"]["type"] == "invalid_request_error"
 
     def test_request_id_is_echoed(self, stack: System) -> None:
         answer = httpx.get(f"{stack.http}/v1/models", headers={"x-request-id": "mine-7"})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import shutil
 import signal
 import socket
 import stat
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from run.home import Home
+from run.settings import DEFAULT_MODEL
 from schemas.message import Role
 from tests.stack.conftest import System, wait_for
 
@@ -119,19 +121,21 @@ def test_a_stopped_process_is_found_out_and_replaced(own_stack: System) -> None:
 
 
 def test_a_system_that_cannot_start_shows_why(tmp_path: Path) -> None:
-    """A checkpoint folder without a checkpoint: the end of the log is on the terminal, and nothing stays."""
-    (tmp_path / "empty").mkdir()
+    """Weights that are cut short: the end of the log is on the terminal, and nothing stays."""
+    shutil.copytree(DEFAULT_MODEL, tmp_path / "broken")
+    with (tmp_path / "broken" / "model.safetensors").open("r+b") as weights:
+        weights.truncate(1_000_000)
     environment = {**os.environ, "SHOAL_HOME": str(tmp_path / "home"), "SHOAL_HTTP_PORT": "0"}
     done = subprocess.run(
         [sys.executable, "-m", "run.cli", "up"],
-        env={**environment, "SHOAL_MODEL": str(tmp_path / "empty")},
+        env={**environment, "SHOAL_MODEL": str(tmp_path / "broken")},
         capture_output=True,
         text=True,
         timeout=50,
         check=False,
     )
     assert done.returncode == 1
-    assert "decode did not start" in done.stdout and "config.json" in done.stdout
+    assert "decode did not start" in done.stdout and "model.safetensors" in done.stdout
     with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.1", _nats_port(done.stdout))):
         pass
 
