@@ -10,8 +10,8 @@ from kernels.attention import Attention
 from kernels.checkpoint import Checkpoint
 from kernels.config import LayerRole, ModelConfig
 from kernels.moe import MoE
-from kernels.ops.mix import Mix, MixWeights, collapse, expand, mix
-from kernels.ops.rounding import Rounding, rms_norm
+from kernels.ops.mix import Mix, MixWeights, collapse_norm, expand, mix
+from kernels.ops.rounding import Rounding
 from kernels.step import Step
 
 
@@ -46,7 +46,7 @@ class Block:
 
     def project(self, streams: torch.Tensor, pre: torch.Tensor, step: Step) -> Sequence[torch.Tensor]:
         """What attention reads of `streams` [rows, C, dim] through the `pre` [rows, C] of the sub-layer before."""
-        x = rms_norm(collapse(streams, pre, self.round), self.attn_norm, self.config.rms_norm_eps, self.round)
+        x = collapse_norm(streams, pre, self.attn_norm, self.config.rms_norm_eps, self.round)
         return self.attention.project(x, step)
 
     def forward(
@@ -62,7 +62,7 @@ class Block:
         step.record(f"{self.role.name}.attn_out", y)
         streams, pre = expand(y, streams, mixed, r), mixed.pre
         mixed = self._mix(streams, self.ffn_mix)
-        y = self.moe.forward(rms_norm(collapse(streams, pre, r), self.ffn_norm, eps, r), step)
+        y = self.moe.forward(collapse_norm(streams, pre, self.ffn_norm, eps, r), step)
         step.record(f"{self.role.name}.ffn_out", y)
         streams = expand(y, streams, mixed, r)
         step.record(f"{self.role.name}.out", streams)

@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kernels.ops.dispatch import by_device
 from kernels.ops.linear import enough_items, linear
-from kernels.ops.rounding import Rounding, inverse_rms, scalar, sigmoid
+from kernels.ops.rounding import Rounding, inverse_rms, rms_norm, scalar, sigmoid
 
 _Array = npt.NDArray[np.float32]
 _Call = tuple[np.ufunc, _Array, _Array, _Array]
@@ -32,6 +33,7 @@ class Mix(NamedTuple):
     comb: torch.Tensor
 
 
+@by_device
 def mix(streams: torch.Tensor, weights: MixWeights, eps: float, norm_eps: float, iterations: int) -> Mix:
     """Coefficients of one sub-layer from the residual `streams` [rows, C, dim] fp32."""
     flat = streams.flatten(1)
@@ -95,10 +97,19 @@ def _division_by_sums(array: _Array, axis: int, guard: _Array) -> list[_Call]:
     return calls
 
 
+@by_device
 def collapse(streams: torch.Tensor, pre: torch.Tensor, rounding: Rounding) -> torch.Tensor:
     """Weighted sum of the streams [rows, C, dim] -> [rows, dim], rounded."""
     product = torch.bmm(enough_items(pre.unsqueeze(1)), enough_items(streams))
     return rounding(product[: pre.shape[0]].squeeze(1))
+
+
+@by_device
+def collapse_norm(
+    streams: torch.Tensor, pre: torch.Tensor, weight: torch.Tensor, eps: float, rounding: Rounding
+) -> torch.Tensor:
+    """`collapse`, then the RMS norm with `weight` [dim]: what a sub-layer reads, [rows, dim], rounded after both."""
+    return rms_norm(collapse(streams, pre, rounding), weight, eps, rounding)
 
 
 def mean_stream(streams: torch.Tensor) -> torch.Tensor:
@@ -109,6 +120,7 @@ def mean_stream(streams: torch.Tensor) -> torch.Tensor:
     return total.div_(streams.shape[1])
 
 
+@by_device
 def expand(y: torch.Tensor, streams: torch.Tensor, mixed: Mix, rounding: Rounding) -> torch.Tensor:
     """A sub-layer's output `y` [rows, dim] added to the re-mixed streams [rows, C, dim], rounded."""
     moved = torch.bmm(enough_items(mixed.comb.transpose(1, 2)), enough_items(streams))[: y.shape[0]]

@@ -11,6 +11,8 @@ from functools import cache
 
 import torch
 
+from kernels.ops.dispatch import by_device
+
 Rounding = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -47,6 +49,7 @@ def inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
     return (x * x).sum(-1, keepdim=True).div_(scalar(x.shape[-1])).add_(scalar(eps)).rsqrt_()
 
 
+@by_device
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, rounding: Rounding) -> torch.Tensor:
     """RMS norm over the last axis, FP32 statistics, rounded result (spec §2.2). `weight` is fp32."""
     return rounding((x * inverse_rms(x, eps)).mul_(weight))

@@ -8,6 +8,7 @@ import torch
 
 from kernels.ops.experts import Fp4Weights, Routes
 from kernels.ops.linear import Fp8Weight
+from kernels.ops.mix import Mix, MixWeights
 from kernels.ops.rounding import Rounding, keep, to_bf16
 from run.bench.gpu_case import Case, Draw, num_bytes
 
@@ -51,9 +52,50 @@ def _experts(rounding: Rounding) -> Case:
     return Case(f"FP4 experts, {kind}", "experts.run_fp4_experts", make, (0, 1), 5e-3, moved)
 
 
+def _streams(draw: Draw) -> torch.Tensor:
+    s = draw.sizes
+    return torch.randn(s.rows, s.streams, s.dim, generator=draw.generator).bfloat16().float()
+
+
+def _mix(draw: Draw) -> tuple[Any, ...]:
+    s = draw.sizes
+    columns = (2 + s.streams) * s.streams
+    fn = torch.randn(columns, s.streams * s.dim, generator=draw.generator) * (s.streams * s.dim) ** -0.5
+    base, scale = (torch.randn(columns, generator=draw.generator) for _ in range(2))
+    return (_streams(draw), MixWeights(fn, base, scale), 1e-6, 1e-20, 20)
+
+
+def _collapse(draw: Draw) -> tuple[Any, ...]:
+    return (_streams(draw), torch.rand(draw.sizes.rows, draw.sizes.streams, generator=draw.generator), keep)
+
+
+def _collapse_norm(draw: Draw) -> tuple[Any, ...]:
+    streams, pre, _ = _collapse(draw)
+    return (streams, pre, torch.rand(draw.sizes.dim, generator=draw.generator), 1e-20, to_bf16)
+
+
+def _norm(draw: Draw) -> tuple[Any, ...]:
+    s = draw.sizes
+    x = draw.normal(s.rows, s.dim)
+    x[0] = 0.0  # gives zeros, with statistics of zero
+    return (x, torch.rand(s.dim, generator=draw.generator), 1e-20, keep)
+
+
+def _expand(draw: Draw) -> tuple[Any, ...]:
+    s = draw.sizes
+    comb = torch.rand(s.rows, s.streams, s.streams, generator=draw.generator)
+    post, pre = (torch.rand(s.rows, s.streams, generator=draw.generator) for _ in range(2))
+    return (draw.normal(s.rows, s.dim), _streams(draw), Mix(pre, post, comb), to_bf16)
+
+
 LAYER_CASES = [
     Case("linear", "linear.linear", _linear, (0,), 2e-6),
     Case("FP8 linear", "linear.fp8_linear", _fp8_linear, (0,), 2e-6),
     _experts(keep),
     _experts(to_bf16),
+    Case("mix", "mix.mix", _mix, (0,), 1e-5),
+    Case("collapse", "mix.collapse", _collapse, (0, 1), 1e-6),
+    Case("collapse and norm", "mix.collapse_norm", _collapse_norm, (0, 1), 2e-3),
+    Case("norm", "rounding.rms_norm", _norm, (0,), 1e-6),
+    Case("expand", "mix.expand", _expand, (0, 1, 2), 2e-3),
 ]
