@@ -19,6 +19,7 @@ from kernels.engine import Sampling
 from kernels.layout import Layout
 from kernels.model import Model, load_model
 from kernels.ops.rounding import keep
+from kernels.verify import sample_rows
 from tests.kernels.conftest import GOLDEN, golden
 from tests.kernels.test_invariance import assert_same_state, feed
 from tests.kernels.test_oracle import assert_same_cache
@@ -126,6 +127,38 @@ def test_a_batch_of_drafts_is_each_alone(mini: Model, drafting: StatePool) -> No
         alone = mini.drafter.draft([run], [sampling], drafting)
         for got, want in zip(together, alone, strict=True):
             assert torch.equal(got[number], want[0])
+
+
+def test_drafts_draw_with_the_noise_of_their_positions(mini: Model, drafting: StatePool) -> None:
+    assert mini.drafter is not None
+    slot, sampling = drafting.alloc(), Sampling(3.0, 1.0, 77)
+    feed(mini, drafting, slot, prompt_of(30))
+    got = mini.drafter.draft([(slot, 9)], [sampling], drafting)  # 9 stands at position 30
+    assert torch.equal(got.tokens[0], sample_rows(got.logits[0], [sampling] * 5, torch.arange(31, 36)))
+    assert not torch.equal(got.tokens[0], sample_rows(got.logits[0], [sampling] * 5, torch.arange(30, 35)))
+
+
+def test_taps_and_engram_on_both_sides_of_the_decoder(tmp_path: Path) -> None:
+    """The published layers are all on one side; others must not depend on where replay narrows the pass."""
+    top = json.loads((GOLDEN / "mini" / "config.json").read_text())
+    top["text_config"].update(engram_layer_ids=[1, 8], dspark_target_layer_ids=[3, 6, 9])
+    (tmp_path / "config.json").write_text(json.dumps(top))
+    shutil.copy(GOLDEN / "mini" / "engram_token_map.json", tmp_path)
+    tensors = load_file(GOLDEN / "mini" / "model.safetensors")
+    moved = {name.replace("layers.4.engram", "layers.8.engram"): value for name, value in tensors.items()}
+    save_file(moved, tmp_path / "model.safetensors")
+    model = load_model(tmp_path)
+    pool = StatePool(model.config, 2, 64, drafts=True)
+    tokens, outcomes = prompt_of(40), []
+    for cuts in ([40], [39, 1], [24, 16], [10, 15, 15]):  # the last row alone is computed without narrowing
+        slot = begin(model, pool, tokens)
+        for cut in cuts:
+            start = pool.length(slot)
+            row = feed(model, pool, slot, tokens[start : start + cut])[-1]
+        outcomes.append({"row": row, **pool.export(slot)})
+        pool.free(slot)
+    for outcome in outcomes[1:]:
+        assert_same_state(outcome, outcomes[0])
 
 
 @pytest.mark.parametrize("replay", [False, True])
