@@ -7,6 +7,7 @@ import torch
 from kernels.checkpoint import Checkpoint, Weight
 from kernels.config import LayerRole, ModelConfig
 from kernels.layout import Emission
+from kernels.ops.compress import pool_norm
 from kernels.ops.linear import linear
 from kernels.ops.quant import fp4_e4m3_qdq, fp4_e8m0_qdq
 from kernels.ops.rope import Rotation, frequencies, rotate_quantize
@@ -34,13 +35,13 @@ class Compressor:
         c, r, layer = self.config, self.round, self.role.layer
         main, index_k = step.pool.main[layer], step.pool.index_k[layer]
         emission = step.layout.emission(self.role.ratio, main.shape[1])
-        if self.role.ratio == 2:
-            latent = self._pool_pairs(projected.view(-1, 2, c.head_dim), emission, step)
-        else:
-            latent = projected[emission.rows]
-        if not len(latent):
+        pairs = self._pairs(projected.view(-1, 2, c.head_dim), emission, step) if self.role.ratio == 2 else None
+        if not len(emission.rows):
             return
-        latent = rms_norm(r(latent), self.norm, c.rms_norm_eps, r)
+        if pairs is not None:
+            latent = pool_norm(*pairs, self.norm, c.rms_norm_eps, r)
+        else:
+            latent = rms_norm(r(projected[emission.rows]), self.norm, c.rms_norm_eps, r)
         rotation = Rotation.at(emission.positions, self.freqs)
         # Index keys come from the un-rotated latent, so they go first.
         keys = rms_norm(r(linear(latent, self.wk)), self.k_norm, c.rms_norm_eps, r)
@@ -49,16 +50,12 @@ class Compressor:
         latent = rotate_quantize(latent.unsqueeze(1), rotation, fp4_e4m3_qdq, r).squeeze(1)
         main.flatten(0, 1)[emission.target] = latent.to(main.dtype)
 
-    def _pool_pairs(self, new: torch.Tensor, emission: Emission, step: Step) -> torch.Tensor:
-        """Per channel a softmax over the two gate values of a pair, applied to its kv: [emitted, head_dim]."""
+    def _pairs(self, new: torch.Tensor, emission: Emission, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both tokens' kv and score of each completed pair, [emitted, 2, head_dim]; keeps the last tokens for later."""
         ring = step.pool.pair[self.role.layer].flatten(0, 1)
-        second = new[emission.rows]
-        first = new[emission.partner]
+        first, second = new[emission.partner], new[emission.rows]
         if len(emission.carried):
             first[emission.carried] = ring[emission.carried_from]
         layout = step.layout
         ring[layout.pair.target] = new[layout.pair.source]
-        top = torch.maximum(first[:, 1], second[:, 1])
-        a, b = (first[:, 1] - top).exp_(), (second[:, 1] - top).exp_()
-        total = a + b
-        return (a / total).mul_(first[:, 0]).add_((b / total).mul_(second[:, 0]))
+        return first, second

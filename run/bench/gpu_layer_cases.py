@@ -88,6 +88,12 @@ def _expand(draw: Draw) -> tuple[Any, ...]:
     return (draw.normal(s.rows, s.dim), _streams(draw), Mix(pre, post, comb), to_bf16)
 
 
+def _pairs(draw: Draw) -> tuple[Any, ...]:
+    s = draw.sizes
+    first, second = (torch.randn(s.rows, 2, s.head_dim, generator=draw.generator) * 3 for _ in range(2))
+    return (first, second, torch.rand(s.head_dim, generator=draw.generator), 1e-20, keep)
+
+
 LAYER_CASES = [
     Case("linear", "linear.linear", _linear, (0,), 2e-6),
     Case("FP8 linear", "linear.fp8_linear", _fp8_linear, (0,), 2e-6),
@@ -97,5 +103,6 @@ LAYER_CASES = [
     Case("collapse", "mix.collapse", _collapse, (0, 1), 1e-6),
     Case("collapse and norm", "mix.collapse_norm", _collapse_norm, (0, 1), 2e-3),
     Case("norm", "rounding.rms_norm", _norm, (0,), 1e-6),
+    Case("pool pairs", "compress.pool_norm", _pairs, (0, 1), 1e-6),
     Case("expand", "mix.expand", _expand, (0, 1, 2), 2e-3),
 ]
