@@ -4,14 +4,57 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 from collections.abc import Callable
+from enum import Enum
 from typing import Any, Protocol
 
 from bus.actor import Actor
 from bus.bus import Bus, Delivery, OnFate
 from bus.subjects import API_PREFIX, api, is_inbox
 from schemas import api as schema
-from schemas.failure import Failure
+from schemas.failure import Code, Failure
+
+log = logging.getLogger("shoal.bus")
+
+
+TAKEN_PER_S = 2000
+"""More messages of clients than one process can serve."""
+
+ANSWERED_PER_S = 4000
+"""What is over the first limit is refused, and what is over this one not even that: to answer a flood is to drown in it,
+and with us all who share the process. Dropped messages are counted and logged."""
+
+
+class Sluice:
+    """How much of what strangers send is looked at, second by second. Times are seconds of the caller's clock."""
+
+    def __init__(self) -> None:
+        self.num_dropped = 0
+        self._second = 0
+        self._count = 0
+
+    def admit(self, now_s: float) -> Admission:
+        """What to do with one more message."""
+        if int(now_s) != self._second:
+            if self._count > ANSWERED_PER_S:
+                log.warning("dropped %d of the last second's messages on public subjects", self._count - ANSWERED_PER_S)
+            self._second, self._count = int(now_s), 0
+        self._count += 1
+        if self._count <= TAKEN_PER_S:
+            return Admission.TAKE
+        if self._count <= ANSWERED_PER_S:
+            return Admission.REFUSE
+        self.num_dropped += 1
+        return Admission.DROP
+
+
+class Admission(Enum):
+    """TAKE it, REFUSE it with an answer, or DROP it."""
+
+    TAKE = 1
+    REFUSE = 2
+    DROP = 3
 
 
 class Inbox(Protocol):
@@ -32,6 +75,7 @@ class PublicActor(Actor):
         super().__init__(id, bus)
         self.outbox: list[tuple[Inbox, bytes]] = []
         self._public: list[Callable[[], Any]] = []
+        self._sluice = Sluice()
 
     def on_client(self, protocol: schema.Protocol, delivery: Delivery) -> None:
         """A client's message. Only enqueue it, with `is_ask=False`."""
@@ -60,9 +104,15 @@ class PublicActor(Actor):
                 self.bus.forget(inbox.inbox, inbox.on_fate)
 
     def _on_client(self, protocol: schema.Protocol, delivery: Delivery) -> None:
+        admission = self._sluice.admit(asyncio.get_running_loop().time())
         # A broker checks where clients publish, not where they let us answer: only an inbox is a place for that.
-        if is_inbox(delivery.reply):
+        if admission is Admission.DROP or not is_inbox(delivery.reply):
+            return
+        if admission is Admission.TAKE:
             self.on_client(protocol, delivery)
+        else:
+            self.refuse_client(protocol, delivery, Failure(code=Code.OVERLOADED, message="too many requests a second"))
+            self.wake()
 
     def _refuse(self, delivery: Delivery, failure: Failure) -> None:
         if delivery.subject.startswith(API_PREFIX):
