@@ -22,8 +22,8 @@ TAKEN_PER_S = 2000
 """More messages of clients than one process can serve."""
 
 ANSWERED_PER_S = 4000
-"""What is over the first limit is refused, and what is over this one not even that: to answer a flood is to drown in it,
-and with us all who share the process. Dropped messages are counted and logged."""
+"""What is over the first limit is refused, and what is over this one not even that: to answer a flood is to drown in
+it, and with us all who share the process. Dropped messages are counted and logged."""
 
 
 class Sluice:
