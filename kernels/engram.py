@@ -6,8 +6,7 @@ import torch
 
 from kernels.checkpoint import Checkpoint
 from kernels.config import LayerRole, ModelConfig
-from kernels.ops.engram import HashTables, add_gated, table_rows
-from kernels.ops.quant import dequantize_rows
+from kernels.ops.engram import HashTables, add_gated, look_up, table_rows
 from kernels.ops.rounding import Rounding
 from kernels.projection import Projection
 
@@ -31,7 +30,7 @@ class Engram:
     def forward(self, streams: torch.Tensor, history: torch.Tensor, pad: int) -> torch.Tensor:
         """`streams` [rows, C, dim] with the memory of `history` [rows, n] (compressed ids, newest first) added."""
         rows = table_rows(history, pad, self.tables)
-        looked_up = dequantize_rows(self.codes[rows], self.scale[rows]).flatten(1)
+        looked_up = look_up(self.codes, self.scale, rows)
         alive = (history[:, :1] >= 0).to(torch.float32)
         projected = self.round(self.wkv.forward(looked_up)[0])
         return add_gated(streams, projected, self.qk_weight, alive, self.round)

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from kernels.ops.dispatch import by_device
+from kernels.ops.quant import dequantize_rows
 from kernels.ops.rounding import Rounding, inverse_rms, sigmoid
 
 
@@ -72,6 +74,13 @@ def table_rows(history: torch.Tensor, pad: int, tables: HashTables) -> torch.Ten
     return ngrams % tables.primes + tables.offsets
 
 
+@by_device
+def look_up(codes: torch.Tensor, scale: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Rows `rows` [tokens, n] of E4M3 `codes` [all, dim] with E8M0 `scale` [all, dim / 32]: fp32 [tokens, n dim]."""
+    return dequantize_rows(codes[rows], scale[rows]).flatten(1)
+
+
+@by_device
 def add_gated(
     streams: torch.Tensor, projected: torch.Tensor, qk_weight: torch.Tensor, alive: torch.Tensor, rounding: Rounding
 ) -> torch.Tensor:

@@ -94,6 +94,29 @@ def _pairs(draw: Draw) -> tuple[Any, ...]:
     return (first, second, torch.rand(s.head_dim, generator=draw.generator), 1e-20, keep)
 
 
+def _look_up(draw: Draw) -> tuple[Any, ...]:
+    s = draw.sizes
+    codes = torch.randn(s.held, s.memory, generator=draw.generator).to(torch.float8_e4m3fn)
+    return (codes, _scales(draw, s.held, s.memory // 32), draw.integers(0, s.held, s.rows, 24))
+
+
+def _looked_up_bytes(args: tuple[Any, ...], result: torch.Tensor) -> int:
+    codes, scale, rows = args
+    return int(rows.numel() * (codes.shape[1] + scale.shape[1])) + num_bytes((rows, result))
+
+
+def _gated(rounding: Rounding) -> Case:
+    def make(draw: Draw) -> tuple[Any, ...]:
+        s = draw.sizes
+        projected = torch.randn(s.rows, (s.streams + 1) * s.dim, generator=draw.generator)
+        weight = torch.randn(s.streams, s.dim, generator=draw.generator)
+        return (_streams(draw), projected, weight, draw.integers(0, 2, s.rows, 1).float(), rounding)
+
+    kind = "bf16" if rounding is to_bf16 else "fp32"
+    tolerance = 2e-3 if rounding is to_bf16 else 2e-6
+    return Case(f"Engram gate, {kind}", "engram.add_gated", make, (0, 1, 3), tolerance)
+
+
 LAYER_CASES = [
     Case("linear", "linear.linear", _linear, (0,), 2e-6),
     Case("FP8 linear", "linear.fp8_linear", _fp8_linear, (0,), 2e-6),
@@ -104,5 +127,8 @@ LAYER_CASES = [
     Case("collapse and norm", "mix.collapse_norm", _collapse_norm, (0, 1), 2e-3),
     Case("norm", "rounding.rms_norm", _norm, (0,), 1e-6),
     Case("pool pairs", "compress.pool_norm", _pairs, (0, 1), 1e-6),
+    Case("Engram look-up", "engram.look_up", _look_up, (2,), moved=_looked_up_bytes),
+    _gated(keep),
+    _gated(to_bf16),
     Case("expand", "mix.expand", _expand, (0, 1, 2), 2e-3),
 ]
