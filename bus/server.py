@@ -23,6 +23,9 @@ from bus.subjects import API_PREFIX, MAX_PUBLIC_BYTES
 from schemas.failure import Code
 
 DEFAULT_PORT = 4222
+MAX_PENDING_BYTES = 32 * MAX_PUBLIC_BYTES
+"""What may wait for one connection before the broker cuts it: a burst of the largest bodies of NATS clients."""
+
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
@@ -91,7 +94,7 @@ class ServerConfig:
                 f'server_name: "{self.name}"',
                 f'listen: "{self.host}:{self.port}"',
                 f"max_payload: {MAX_PUBLIC_BYTES}",
-                f"max_pending: {8 * MAX_PUBLIC_BYTES}",
+                f"max_pending: {MAX_PENDING_BYTES}",
                 'write_deadline: "10s"',
                 'lame_duck_duration: "30s"',
                 "authorization: {",

@@ -26,9 +26,6 @@ MAX_MESSAGE_BYTES = 256 * 1024
 MAX_PUBLIC_BYTES = 8 * 1024 * 1024
 """The broker's max_payload: how large a public request body may be."""
 
-HEADROOM_BYTES = 4096
-"""What a `Call` adds around a public body."""
-
 
 @dataclass(frozen=True, slots=True)
 class Address(Generic[M, R]):
@@ -65,9 +62,7 @@ class Subject(Generic[M, R]):
 
 
 # Edge and recipe
-CALL: Subject[Call, Called | Answer] = Subject(
-    Role.RECIPE, "call", Call, Called | Answer, MAX_PUBLIC_BYTES - HEADROOM_BYTES
-)
+CALL: Subject[Call, Called | Answer] = Subject(Role.RECIPE, "call", Call, Called | Answer)
 RECIPE_CANCEL: Subject[Cancel, CancelAcknowledged] = Subject(Role.RECIPE, "cancel", Cancel, CancelAcknowledged)
 RECIPE_TOKENS: Subject[TokensEmitted, Taken] = Subject(Role.RECIPE, "tokens", TokensEmitted, Taken)
 PROBE: Subject[Probe, Probed] = Subject(Role.RECIPE, "probe", Probe, Probed)

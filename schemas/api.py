@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from schemas.bulk import Handle
+from schemas.bulk import Handle, Payload
 from schemas.failure import Failure
 from schemas.message import Message
 
@@ -23,13 +23,14 @@ class Protocol(StrEnum):
 class Call(Message, frozen=True):
     """Gateway → any recipe: one public request. Its events come back as `StreamBatch` under `stream_id`.
 
-    `body` is the client's JSON, as it came. `deadline_ns` is unix time, 0 for none.
+    `body` is the client's JSON, as it came; held by the gateway until the call is answered. `deadline_ns` is unix time,
+    0 for none.
     """
 
     stream_id: int
     gateway: str
     protocol: Protocol
-    body: bytes
+    body: Payload
     tenant: str = "public"
     request_id: str = ""
     deadline_ns: int = 0

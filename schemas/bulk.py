@@ -24,3 +24,8 @@ class Payload(Message, frozen=True):
 
     inline: bytes = b""
     handle: Handle | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """How many bytes there are, here or there."""
+        return len(self.inline) if self.handle is None else self.handle.size_bytes

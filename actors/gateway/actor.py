@@ -28,13 +28,14 @@ from actors.gateway.http import (
     models_body,
     not_found,
 )
+from actors.gateway.intake import Intake, IntakeFull, Upload
 from actors.gateway.keys import Keys
 from actors.rules.errors import error_event
 from bus.actor import Actor, Envelope, Handler
 from bus.bulk import Bulk
 from bus.bus import Bus, BusError, fail
 from bus.stream import InStream, StreamReader
-from bus.subjects import CALL, EXITED, HEADROOM_BYTES, MAX_PUBLIC_BYTES, PROBE, RECIPE_CANCEL, STREAM, Address, Subject
+from bus.subjects import CALL, EXITED, MAX_PUBLIC_BYTES, PROBE, RECIPE_CANCEL, STREAM, Address, Subject
 from schemas.api import Answer, Call, Called, Probe, Protocol, StreamBatch
 from schemas.failure import Code
 from schemas.liveness import ProcessExited
@@ -45,7 +46,7 @@ log = logging.getLogger("shoal.gateway")
 tracer = trace.get_tracer("shoal")
 _propagator = TraceContextTextMapPropagator()
 
-MAX_BODY_BYTES = MAX_PUBLIC_BYTES - 2 * HEADROOM_BYTES
+MAX_BODY_BYTES = MAX_PUBLIC_BYTES
 CALL_TIMEOUT_S = 30.0
 ASK_TIMEOUT_S = 5.0
 STALL_S = 30.0
@@ -76,7 +77,9 @@ class Gateway(Actor):
         self.port = port
         self._host = host
         self._keys = keys or Keys()
+        self._bulk = bulk
         self._reader = StreamReader(bulk)
+        self._intake = Intake()
         self._exchanges: dict[int, _Exchange] = {}
         self._stream_ids = itertools.count(1)
         self._server: asgi.Server | None = None
@@ -142,21 +145,36 @@ class Gateway(Actor):
             raise fail(Code.SHUTTING_DOWN, f"gateway {self.id} takes no new requests")
         is_models = request.path == MODELS_PATH or request.path.startswith(MODELS_PATH + "/")
         if request.method == "GET" and is_models:
-            return await self._call_once(request, Protocol.MODELS, tenant, models_body(request.path))
+            upload = Upload(self._intake)
+            upload.body = models_body(request.path)
+            return await self._call_once(request, Protocol.MODELS, tenant, upload)
         protocol = POSTS.get(request.path)
         if request.method != "POST" or protocol is None:
             return not_found(request)
+        upload = Upload(self._intake)
         try:
-            body = await asgi.read_body(receive, MAX_BODY_BYTES)
+            if not await self._read(upload, receive):
+                return None  # the client has gone
+            if protocol is Protocol.COUNT_TOKENS:
+                return await self._call_once(request, protocol, tenant, upload)
+            return await self._exchange(request, protocol, tenant, upload, receive, send)
+        finally:
+            upload.free()
+
+    async def _read(self, upload: Upload, receive: Receive) -> bool:
+        """Take the whole body. False if the client went away before its end. Raises BusError."""
+        try:
+            body = await asgi.read_body(upload.counting(receive, MAX_BODY_BYTES), MAX_BODY_BYTES)
         except asgi.BodyTooLarge as error:
             raise fail(Code.TOO_LARGE, str(error)) from None
-        if body is None:
-            return None  # the client has gone
-        if protocol is Protocol.COUNT_TOKENS:
-            return await self._call_once(request, protocol, tenant, body)
-        return await self._exchange(request, protocol, tenant, body, receive, send)
+        except IntakeFull as error:
+            raise fail(Code.OVERLOADED, str(error)) from None
+        upload.body = body or b""
+        return body is not None
 
-    async def _call(self, request: Request, protocol: Protocol, tenant: str, body: bytes, stream_id: int) -> Any:
+    async def _call(self, request: Request, protocol: Protocol, tenant: str, upload: Upload, stream_id: int) -> Any:
+        """Ask a recipe. Nothing of the body is held when it has answered, or failed to. Raises BusError."""
+        body = await self._bulk.wrap(upload.body)
         call = Call(
             stream_id=stream_id,
             gateway=self.id,
@@ -165,14 +183,19 @@ class Gateway(Actor):
             tenant=tenant,
             request_id=request.request_id,
         )
-        return await self.bus.ask(CALL.any(), call, timeout_s=CALL_TIMEOUT_S)
+        try:
+            return await self.bus.ask(CALL.any(), call, timeout_s=CALL_TIMEOUT_S)
+        finally:
+            if body.handle is not None:
+                self._bulk.withdraw(body.handle)
+            upload.free()
 
-    async def _call_once(self, request: Request, protocol: Protocol, tenant: str, body: bytes) -> Reply:
-        answer = await self._call(request, protocol, tenant, body, 0)
+    async def _call_once(self, request: Request, protocol: Protocol, tenant: str, upload: Upload) -> Reply:
+        answer = await self._call(request, protocol, tenant, upload, 0)
         return request.answered(answer)
 
     async def _exchange(
-        self, request: Request, protocol: Protocol, tenant: str, body: bytes, receive: Receive, send: Send
+        self, request: Request, protocol: Protocol, tenant: str, upload: Upload, receive: Receive, send: Send
     ) -> Reply | None:
         """One request with its stream. However it ends early, the recipe hears of it."""
         stream = self._reader.open(next(self._stream_ids), stall_s=STALL_S)
@@ -182,7 +205,7 @@ class Gateway(Actor):
         gone.add_done_callback(lambda _: stream.fail(fail(Code.CANCELLED, "the client has gone")))
         try:
             try:
-                answer: Called | Answer = await self._call(request, protocol, tenant, body, stream.stream_id)
+                answer: Called | Answer = await self._call(request, protocol, tenant, upload, stream.stream_id)
             except BusError as error:
                 exchange.is_over = error.code not in _UNANSWERED
                 raise

@@ -30,6 +30,7 @@ from bus.public import PublicActor
 from bus.subjects import CANCEL, EXITED, LOAD, RESEND, STREAM, SUBMIT, Address, Subject
 from bus.writer import StreamWriter
 from schemas.api import Call, Probe, Probed, Protocol
+from schemas.bulk import Payload
 from schemas.failure import Code, Failure
 from schemas.liveness import ProcessExited
 from schemas.message import Role
@@ -104,7 +105,7 @@ class Recipe(PublicActor):
         """Start on a call, at once: a cancel right behind it must find it. Raises Refusal if it is one too many."""
         if call.protocol not in _AT_ONCE:
             self._open.check_free(call.request_id)
-        self._intake.take(len(self._open), len(call.body))
+        self._intake.take(len(self._open), call.body.size_bytes)
         if call.protocol in _AT_ONCE:
             self.spawn(self._answer(call, envelope, inbox))
             return
@@ -113,8 +114,13 @@ class Recipe(PublicActor):
         self.spawn(self._serve(request, call, envelope))
 
     async def _answer(self, call: Call, envelope: Envelope, inbox: InboxDoor | None) -> None:
-        with self._intake.working(len(call.body)):
+        with self._intake.working(call.body.size_bytes):
             if inbox is None:
+                try:
+                    call = await self._read(call)
+                except BusError as error:
+                    await envelope.answer(error.failure)
+                    return
                 await envelope.answer(await self._convert(call, self._converter.answer, call))
             elif call.protocol is Protocol.CANCEL:
                 inbox.reply(await self._cancel_public(call, client_of(inbox.inbox)))
@@ -122,9 +128,13 @@ class Recipe(PublicActor):
                 inbox.reply((await self._convert(call, self._converter.answer, call)).body)
         self.wake()
 
+    async def _read(self, call: Call) -> Call:
+        """The call with its body here. Raises BusError."""
+        return structs.replace(call, body=Payload(inline=await self._bulk.unwrap(call.body)))
+
     async def _convert(self, call: Call, work: Callable[..., Any], *args: Any) -> Any:
         """Run a conversion; beside the loop if it is long."""
-        if len(call.body) <= INLINE_BODY_BYTES:
+        if call.body.size_bytes <= INLINE_BODY_BYTES:
             return work(*args)
         return await self.bus.seams.run_beside(functools.partial(work, *args))
 
@@ -132,9 +142,11 @@ class Recipe(PublicActor):
         """Take one request up to its submission. What follows comes by `_on_tokens`."""
         try:
             with trace.use_span(request.span, end_on_exit=False):
-                with self._intake.working(len(call.body)):
+                with self._intake.working(call.body.size_bytes):
+                    body = await self._bulk.unwrap(call.body)
                     seed = self.bus.seams.random.getrandbits(63)
-                    prepared = await self._convert(call, self._converter.prepare, call.protocol, call.body, seed)
+                    prepared = await self._convert(call, self._converter.prepare, call.protocol, body, seed)
+                    del body
                 request.begin(self._converter, prepared, self.bus.seams.clock_ns() // 10**9)
                 await self._submit(request, call, prepared)
             await envelope.answer(request.called(self.id, prepared.ignored))
@@ -195,7 +207,7 @@ class Recipe(PublicActor):
     async def _cancel_public(self, call: Call, client: str) -> bytes:
         """Cancel by any id a client may know, wherever the request is."""
         try:
-            id, candidates = read_cancel(call.body, client)
+            id, candidates = read_cancel(call.body.inline, client)
         except Refusal as refusal:
             return error_body(call.protocol, refusal.failure, call.request_id)
         was_here, elsewhere = self._open.cancel(candidates, self._shards.alive(self._now_s()))

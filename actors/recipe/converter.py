@@ -110,10 +110,10 @@ class Converter:
         )
 
     def answer(self, call: Call) -> Answer:
-        """Answer a call that needs no generation: models or count_tokens."""
+        """Answer a call that needs no generation, models or count_tokens. Its body must be inline."""
         try:
             work = self.models if call.protocol is Protocol.MODELS else self.count_tokens
-            return Answer(status=200, body=work(call.body))
+            return Answer(status=200, body=work(call.body.inline))
         except Refusal as refusal:
             failure = refusal.failure
             body = error_body(call.protocol, failure, call.request_id)

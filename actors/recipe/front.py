@@ -13,6 +13,7 @@ from actors.recipe.fields import Refusal
 from actors.recipe.normalise import parse
 from actors.recipe.protocol import request_id_of
 from schemas.api import Call, Protocol
+from schemas.bulk import Payload
 from schemas.failure import Code
 
 PUBLIC_TENANT = "public"
@@ -42,7 +43,7 @@ def read_call(protocol: Protocol, message: Message, fresh_id: str) -> tuple[Call
         stream_id=0,
         gateway="",
         protocol=protocol,
-        body=message.body,
+        body=Payload(inline=message.body),
         tenant=PUBLIC_TENANT,
         request_id=derived_id(client_of(message.reply), label) if label else fresh_id,
         deadline_ns=int(deadline) if deadline.isdecimal() and len(deadline) < 20 else 0,

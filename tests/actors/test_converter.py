@@ -16,6 +16,7 @@ from actors.recipe.converter import Converter, load_converter
 from actors.recipe.fields import Refusal
 from actors.recipe.protocol import request_id_of, response_id
 from schemas.api import Call, Protocol
+from schemas.bulk import Payload
 from schemas.failure import Code, Failure
 from tests.actors.bodies import CHAT, GENERATING, ID, MESSAGES, RESPONSES, body, prepare
 from tests.actors.edge import CONTEXT_TOKENS, make_card
@@ -173,7 +174,7 @@ def test_anything_is_taken_or_refused(converter: Converter, fields: dict[str, An
 
 
 def answer(converter: Converter, protocol: Protocol, raw: bytes) -> tuple[int, dict[str, Any]]:
-    answer = converter.answer(Call(stream_id=0, gateway="", protocol=protocol, body=raw, request_id=ID))
+    answer = converter.answer(Call(stream_id=0, gateway="", protocol=protocol, body=Payload(inline=raw), request_id=ID))
     return answer.status, json.loads(answer.body)
 
 

@@ -22,6 +22,7 @@ from bus.memory import MemoryWire
 from bus.subjects import CALL, LOAD, PROBE, RECIPE_CANCEL, api
 from bus.subjects import STREAM as STREAM_SUBJECT
 from schemas.api import Answer, Call, Called, Probe, Protocol
+from schemas.bulk import Payload
 from schemas.failure import Code, Failure
 from schemas.message import Role
 from schemas.request import Cancel, CancelReason
@@ -299,7 +300,7 @@ def test_a_deadline_travels(run_async: Run, card: ModelCard) -> None:
 
 
 def call(body: Any, stream_id: int = 1, protocol: Protocol = CHAT) -> Call:
-    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    raw = Payload(inline=body if isinstance(body, bytes) else json.dumps(body).encode())
     return Call(stream_id=stream_id, gateway="gx", protocol=protocol, body=raw, request_id=f"{stream_id:032x}")
 
 
