@@ -265,6 +265,7 @@ class NatsWire:
         log.log(logging.WARNING if self._client.is_connected else logging.DEBUG, "NATS: %r", error)
 
     async def _on_disconnected(self) -> None:
+        self._client.settled_s = float("inf")
         if not self._is_closing:
             log.warning("lost the connection to NATS; trying again until it is back")
 

@@ -220,6 +220,7 @@ class Entrypoint(Actor):
         try:
             answer = await self.bus.ask(DISPATCH.at(routed.replica), dispatch, timeout_s=DISPATCH_S)
             if not isinstance(answer, Refused):
+                request.dispatched(self._now_s())
                 return True
             if answer.is_final:
                 raise fail(Code.CONTEXT_LENGTH, answer.reason)

@@ -43,6 +43,7 @@ class Request:
     prompt: bytes = b""
     epoch: int = 0
     claimed_from: int = 0
+    is_dispatching: bool = False
     owner: Owner | None = None
     tokens: list[int] = field(default_factory=list)
     end: End | None = None
@@ -53,14 +54,24 @@ class Request:
         return self.submit.request_id
 
     def dispatch(self, replica: str, now_s: float) -> int:
-        """A prefill replica is about to be given the request. The epoch it holds it under."""
+        """A prefill replica is about to be given the request. The epoch it holds it under.
+
+        Until `dispatched` or `refused` it need not know of it.
+        """
+        self.is_dispatching = True
         self.epoch = next(self.epochs)
         self.owner = Owner(Role.PREFILL, replica)
         self.heard_s = now_s
         return self.epoch
 
+    def dispatched(self, now_s: float) -> None:
+        """The replica has it."""
+        self.is_dispatching = False
+        self.heard_s = now_s
+
     def refused(self) -> None:
         """The replica did not take it (or did not say): whatever it does under that epoch no longer counts."""
+        self.is_dispatching = False
         self.epoch = next(self.epochs)
         self.owner = None
 
@@ -73,6 +84,7 @@ class Request:
         if from_epoch != self.epoch:
             return ClaimRefused(reason=f"epoch {from_epoch} is over, {self.epoch} is current")
         self.claimed_from = from_epoch
+        self.is_dispatching = False
         self.epoch = next(self.epochs)
         self.owner = Owner(Role.DECODE, replica)
         self.heard_s = now_s

@@ -56,7 +56,9 @@ class Shard:
         """Live requests with an owner that was not heard of for SILENCE_S, by owner."""
         by_owner: dict[Owner, list[Request]] = {}
         for request in self.live():
-            if request.owner is not None and now_s - request.heard_s > SILENCE_S:
+            if request.owner is None or request.is_dispatching:
+                continue
+            if now_s - request.heard_s > SILENCE_S:
                 by_owner.setdefault(request.owner, []).append(request)
         return by_owner
 

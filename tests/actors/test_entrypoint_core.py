@@ -111,6 +111,8 @@ class TestShard:
         request = shard.submit(submit(limits=Limits(max_tokens=1, deadline_ns=1000)), 0.0)
         assert request is not None and shard.silent(10.0) == {}
         request.dispatch("p0", 10.0)
+        assert shard.silent(10.0 + SILENCE_S + 0.1) == {}, "it need not have arrived there yet"
+        request.dispatched(10.0)
         assert shard.silent(10.0 + SILENCE_S + 0.1) == {Owner(Role.PREFILL, "p0"): [request]}
         assert shard.overdue(1000) == [] and shard.overdue(1001) == [request]
 
