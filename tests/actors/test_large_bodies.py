@@ -41,10 +41,16 @@ def test_many_large_bodies_are_answered_and_a_stream_runs_on(
             await system.entrypoint.bus.wire.subscribe(
                 f"shoal.{Role.RECIPE}.*.call", lambda delivery: sizes.append(len(delivery.body))
             )
-            async with client.stream("POST", CHAT_PATH, json=STREAM) as stream:
+            tokens = system.entrypoint.answer
+
+            async def begin() -> str:
                 [id] = await submitted(system.entrypoint)
-                tokens = system.entrypoint.answer
                 await system.entrypoint.emit(id, tokens[:1])
+                return id
+
+            beginning = asyncio.create_task(begin())
+            async with client.stream("POST", CHAT_PATH, json=STREAM) as stream:
+                id = await beginning
                 lines = stream.aiter_lines()
                 first = await anext(lines)
                 paths = [path for path in BODIES for _ in range(6)][:16]
