@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import torch
 
+from kernels.ops.dispatch import by_device
+
 # Constants of the SplitMix64 generator, as signed 64-bit integers (products wrap around).
 _GAMMA = 0x9E3779B97F4A7C15 - 2**64
 _MIX1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX2 = 0x94D049BB133111EB - 2**64
 
-_MIN_TEMPERATURE = 1e-5  # the reference's floor for temperatures that are not zero
+MIN_TEMPERATURE = 1e-5  # the reference's floor for temperatures that are not zero
 
 
 def _shift(x: torch.Tensor, num_bits: int) -> torch.Tensor:
@@ -28,13 +30,18 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
     return x ^ _shift(x, 31)
 
 
+def token_key(seed: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """What the noise of all tokens at a position grows from: int64 `[rows]`."""
+    return _mix(_mix(seed) + position * _GAMMA)
+
+
 def gumbel(seed: torch.Tensor, position: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Standard Gumbel noise, fp32 `[rows, vocab_size]`, for int64 `seed` and `position` `[rows]`.
 
     Integer arithmetic down to 52 random bits, then logarithms in fp64 rounded to fp32, so that devices whose
     logarithms differ in the last place agree.
     """
-    key = _mix(_mix(seed) + position * _GAMMA)
+    key = token_key(seed, position)
     token = torch.arange(vocab_size, dtype=torch.int64, device=seed.device)
     bits = _shift(_mix(key[:, None] + (token + 1) * _GAMMA), 12)
     uniform = (bits.double() + 0.5) * 2.0**-52  # exact, and never 0 or 1
@@ -64,6 +71,7 @@ def argmax_lowest(scores: torch.Tensor) -> torch.Tensor:
     return torch.where(scores == scores.amax(-1, keepdim=True), column, num_columns).amin(-1)
 
 
+@by_device
 def sample(
     logits: torch.Tensor,
     temperature: torch.Tensor,
@@ -80,7 +88,7 @@ def sample(
     scores = logits
     warm = (temperature > 0).nonzero().flatten()
     if len(warm):
-        scaled = logits[warm] / temperature[warm].clamp(min=_MIN_TEMPERATURE)[:, None]
+        scaled = logits[warm] / temperature[warm].clamp(min=MIN_TEMPERATURE)[:, None]
         nucleus = (top_p[warm] < 1).nonzero().flatten()
         if len(nucleus):
             scaled[nucleus] = keep_top_p(scaled[nucleus], top_p[warm][nucleus])

@@ -117,6 +117,16 @@ def _gated(rounding: Rounding) -> Case:
     return Case(f"Engram gate, {kind}", "engram.add_gated", make, (0, 1, 3), tolerance)
 
 
+def _sample(draw: Draw) -> tuple[Any, ...]:
+    s = draw.sizes
+    logits = torch.randn(s.rows, s.vocab, generator=draw.generator) * 4
+    logits[:, :: s.vocab // 3] = -torch.inf  # masked
+    row = torch.arange(s.rows)
+    temperature = torch.where(row % 3 == 2, 0.0, 0.3 + row * 0.05)
+    top_p = torch.where(row % 2 == 0, 0.9, 1.0)
+    return (logits, temperature, top_p, draw.integers(-(2**62), 2**62, s.rows), row * 1000)
+
+
 LAYER_CASES = [
     Case("linear", "linear.linear", _linear, (0,), 2e-6),
     Case("FP8 linear", "linear.fp8_linear", _fp8_linear, (0,), 2e-6),
@@ -130,5 +140,6 @@ LAYER_CASES = [
     Case("Engram look-up", "engram.look_up", _look_up, (2,), moved=_looked_up_bytes),
     _gated(keep),
     _gated(to_bf16),
+    Case("sample", "sample.sample", _sample, (0, 1, 2, 3, 4)),
     Case("expand", "mix.expand", _expand, (0, 1, 2), 2e-3),
 ]
