@@ -20,7 +20,7 @@ from kernels.ops.rope import Rotation
 from kernels.ops.rounding import Rounding
 
 _HEADS = 16  # the smallest side of a product
-_TILE = 32  # keys of one product: with 512 values each they fill 32 KB of shared memory
+_TILE, _FP32_TILE = 32, 16  # keys of one product: with 512 values each they fill 32 KB of shared memory
 
 
 def attend(
@@ -88,7 +88,7 @@ def _launch(
             BF16=rounded,
             OPERAND=operand(rounded),
             HEADS=_HEADS,
-            TILE=_TILE,
+            TILE=_TILE if rounded else _FP32_TILE,
             BLOCK=power_of_two(dim),
             num_warps=8,
             num_stages=1,

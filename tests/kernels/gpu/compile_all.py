@@ -10,6 +10,7 @@ import json
 import sys
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
@@ -43,6 +44,7 @@ def main() -> None:
         return compiled
 
     JITFunction.run = compile_only
+    torch.empty = torch.ones  # what no kernel writes is read here; all ones are valid everywhere
     for case in CASES:
         case.kernel(case.make(Draw(WIDE)))
     json.dump(shared, sys.stdout)
