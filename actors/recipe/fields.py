@@ -73,6 +73,10 @@ _CHAT: dict[str, Field] = {
     "response_format": _honoured("`text`; others are refused: " + _NO_CONSTRAINT),
     "tools[].function.strict": _ignored(_STRICT),
     "messages[].name": _ignored(),
+    "messages[].refusal": _ignored(),
+    "messages[].annotations": _ignored(),
+    "content[].cache_control": _ignored("prefixes are found by their tokens"),
+    "content[].prompt_cache_breakpoint": _ignored(),
     "metadata": _ignored(),
     "prompt_cache_key": _ignored("prefixes are found by their tokens"),
     "prompt_cache_options": _ignored(),
@@ -81,6 +85,8 @@ _CHAT: dict[str, Field] = {
     "service_tier": _ignored(),
     "store": _ignored("nothing is stored"),
     "user": _ignored(),
+    "messages[].audio": _refused(),
+    "messages[].function_call": _refused(note="use tool_calls"),
     "audio": _refused(),
     "frequency_penalty": _refused(0),
     "function_call": _refused("auto", "none", note="use tool_choice"),
@@ -103,7 +109,7 @@ _CHAT: dict[str, Field] = {
 
 _RESPONSES: dict[str, Field] = {
     "model": _honoured("the served name or an alias"),
-    "input": _honoured("text, or items with text; reasoning items keep their `content`"),
+    "input": _honoured("text, or messages, reasoning (its `content`), calls, their outputs; other items are refused"),
     "instructions": _honoured(),
     "stream": _honoured(),
     "stream_options": _honoured("nothing in it changes the events"),
@@ -116,6 +122,11 @@ _RESPONSES: dict[str, Field] = {
     "reasoning": _honoured("`effort`; `summary` is ignored"),
     "text": _honoured("`format` text; others are refused: " + _NO_CONSTRAINT),
     "tools[].strict": _ignored(_STRICT),
+    "input[].summary": _ignored("of reasoning items"),
+    "input[].encrypted_content": _ignored("of reasoning items"),
+    "content[].annotations": _ignored(),
+    "content[].logprobs": _ignored(),
+    "content[].prompt_cache_breakpoint": _ignored(),
     "access_programs": _ignored(),
     "include": _ignored("except `message.output_text.logprobs`, which is refused"),
     "metadata": _ignored(),
@@ -156,9 +167,14 @@ _MESSAGES: dict[str, Field] = {
     "tool_choice": _honoured("`auto` and `none`; others are refused: " + _NO_CONSTRAINT),
     "output_config": _honoured("`effort`; `format` is refused: " + _NO_CONSTRAINT),
     "tools[].strict": _ignored(_STRICT),
+    "content[].cache_control": _ignored("prefixes are found by their tokens"),
+    "content[].caller": _ignored(),
+    "content[].citations": _ignored(),
+    "content[].is_error": _ignored("the result itself says so"),
+    "content[].toolset_name": _ignored(),
     "betas": _ignored(),
     "billing_policy": _ignored(),
-    "cache_control": _ignored("here and in blocks: prefixes are found by their tokens"),
+    "cache_control": _ignored("prefixes are found by their tokens"),
     "diagnostics": _ignored(),
     "inference_geo": _ignored(),
     "metadata": _ignored(),
@@ -209,11 +225,14 @@ def check(protocol: Protocol, body: dict[str, Any]) -> tuple[dict[str, Any], lis
     return kept, ignored
 
 
-def refuse_unless_neutral(protocol: Protocol, name: str, value: Any) -> None:
-    """Raise Refusal if a refused field (of any depth, by its name in the table) is set to ask for something."""
+def refuse_unless_neutral(protocol: Protocol, name: str, value: Any, path: str = "") -> None:
+    """Raise Refusal if a refused field (of any depth, by its name in the table) is set to ask for something. `path` is
+    where it was found, if that says more.
+    """
     field = FIELDS[protocol][name]
     if value is None or any(value == n and isinstance(value, bool) == isinstance(n, bool) for n in field.neutral):
         return
     hint = f": {field.note}" if field.note else ""
     allowed = f" (allowed: {', '.join(map(repr, field.neutral))})" if field.neutral else ""
-    raise Refusal(Code.UNSUPPORTED, f"{name} is not supported{allowed}{hint}", name)
+    where = path or name
+    raise Refusal(Code.UNSUPPORTED, f"{where} is not supported{allowed}{hint}", where)

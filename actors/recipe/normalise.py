@@ -10,6 +10,7 @@ import orjson
 
 from actors.recipe.card import ModelCard
 from actors.recipe.fields import Refusal, check, refuse_unless_neutral
+from actors.recipe.parts import check_parts
 from schemas.api import Protocol
 from schemas.failure import Code
 
@@ -56,6 +57,7 @@ def normalise(protocol: Protocol, value: dict[str, Any], card: ModelCard) -> Nor
     ignored.extend(_CORRECTIONS[protocol](body))
     for part, content in (("messages", "messages"), ("input", "input"), ("system", "system")):
         _refuse_blocks(body.get(part), content, card)
+    ignored.extend(check_parts(protocol, body))
     seed = body.pop("seed", None) if protocol is not Protocol.CHAT_COMPLETIONS else body.get("seed")
     if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < _MAX_SEED):
         raise Refusal(Code.BAD_REQUEST, "seed must be a whole number in [0, 2^63)", "seed")
