@@ -13,6 +13,7 @@ from opentelemetry.trace import Span
 
 from actors.decode.slots import Generation, Slots
 from actors.rules.outbox import Outbox
+from actors.rules.spans import end_span
 from bus.actor import Actor, Envelope, Handler
 from bus.bulk import Bulk
 from bus.bus import Bus, BusError
@@ -22,7 +23,7 @@ from kernels.engine import Admission, Engine, Sampling, StateError
 from schemas.failure import Code
 from schemas.handover import Claim, ClaimRefused, HandedOver, HandOver, Refused
 from schemas.message import Role
-from schemas.request import Cancel, CancelAcknowledged, Cancelled, Finished, Resend, TokensEmitted
+from schemas.request import Cancel, CancelAcknowledged, Cancelled, Resend, TokensEmitted
 from schemas.routing import LoadReported, Release
 
 tracer = trace.get_tracer("shoal")
@@ -166,12 +167,8 @@ class Decode(Actor):
             self._in_engine.discard(generation.id)
             self._engine.free(generation.id)
         self.slots.leave(generation, self._now_s())
-        span = self._spans.pop(generation.id, None)
-        if span is not None:
-            span.set_attribute("gen_ai.usage.output_tokens", len(generation.tokens))
-            if isinstance(generation.end, Finished):
-                span.set_attribute("gen_ai.response.finish_reasons", [generation.end.reason])
-            span.end()
+        if (span := self._spans.pop(generation.id, None)) is not None:
+            end_span(span, len(generation.tokens), generation.end)
         release = Release(reservation=generation.offer.reservation)
         await self.bus.tell(RELEASE_DECODE.at(generation.offer.balancer), release)
 

@@ -8,15 +8,17 @@ from typing import Any
 
 from msgspec import structs
 from opentelemetry import trace
-from opentelemetry.trace import Span, StatusCode
+from opentelemetry.trace import Span
 
 from actors.entrypoint.request import Owner, Request, Verdict
 from actors.entrypoint.shard import Shard
 from actors.rules.outbox import Outbox
+from actors.rules.spans import end_span
 from bus.actor import Actor, Envelope, Handler
 from bus.bulk import Bulk
 from bus.bus import Bus, BusError, fail
 from bus.courier import Courier
+from bus.insist import insist
 from bus.place import place
 from bus.subjects import (
     CANCEL,
@@ -259,14 +261,8 @@ class Entrypoint(Actor):
 
     async def _cancel_at(self, owner: Owner, request_id: str, epoch: int) -> None:
         subject = CANCEL_PREFILL if owner.role is Role.PREFILL else CANCEL_DECODE
-        for _ in range(MAX_STRIKES):
-            try:
-                cancel = Cancel(request_id=request_id, epoch=epoch)
-                await self.bus.ask(subject.at(owner.replica), cancel, timeout_s=ASK_S)
-                return
-            except BusError as error:
-                if error.code is not Code.DEADLINE_EXCEEDED:
-                    return  # it is gone, and the state with it
+        cancel = Cancel(request_id=request_id, epoch=epoch)
+        await insist(self.bus, subject.at(owner.replica), cancel, timeout_s=ASK_S, tries=MAX_STRIKES)
 
     # Watching
 
@@ -311,16 +307,8 @@ class Entrypoint(Actor):
         return asyncio.get_running_loop().time()
 
     def _close_span(self, request: Request) -> None:
-        span = self._spans.pop(request.id, None)
-        if span is None:
-            return
-        span.set_attribute("gen_ai.usage.output_tokens", len(request.tokens))
-        if isinstance(request.end, Finished):
-            span.set_attribute("gen_ai.response.finish_reasons", [request.end.reason])
-        elif isinstance(request.end, Failed):
-            span.set_attribute("error.type", request.end.failure.code)
-            span.set_status(StatusCode.ERROR, request.end.failure.message)
-        span.end()
+        if (span := self._spans.pop(request.id, None)) is not None:
+            end_span(span, len(request.tokens), request.end)
 
     def _abandon(self, recipe: str) -> None:
         """Nobody takes tokens for this recipe: its clients are gone with it."""
