@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kernels.ops.attention import Keys
+from kernels.ops.index import Cache
 from kernels.ops.rope import Rotation, frequencies
 
 
@@ -138,6 +140,19 @@ def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return replace(value, **{field.name: mapped(getattr(value, field.name), change) for field in fields(value)})
     return value
+
+
+def cut_to(case: Case, args: tuple[Any, ...], rows: slice) -> tuple[Any, ...]:
+    """Copies of `args` with some batch rows only; a cache stays whole."""
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, Keys):
+            return value._replace(named=cut(value.named))
+        if isinstance(value, Cache):
+            return value._replace(slots=cut(value.slots))
+        return mapped(value, lambda tensor: tensor[rows].clone())
+
+    return tuple(cut(arg) if number in case.by_row else arg for number, arg in enumerate(args))
 
 
 def difference(got: Any, want: Any) -> float:
