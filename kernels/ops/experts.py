@@ -21,6 +21,7 @@ class Routes(NamedTuple):
     weights: torch.Tensor
 
 
+@by_device
 def route(logits: torch.Tensor, bias: torch.Tensor, num_picks: int, factor: float) -> Routes:
     """Pick experts by score plus `bias` [experts] (equal: the lower id), weighted by score alone.
 

@@ -65,7 +65,7 @@ def _attention(record: Record | None, rounding: Rounding) -> Case:
             # Some queries see few keys, the second none.
             index = draw.integers(0, s.held, s.rows, count)
             seen = draw.integers(0, count * 2, s.rows, 1)
-            seen[1] = 0
+            seen[1:2] = 0
             return Keys(stored, torch.where(torch.arange(count) < seen, index, -1), record)
 
         q = torch.randn(s.rows, s.heads, s.head_dim, generator=draw.generator).bfloat16().float()

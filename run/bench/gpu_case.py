@@ -30,6 +30,7 @@ class Sizes(NamedTuple):
     slots: int
     columns: int  # outputs of a product
     experts: int
+    routed: int  # n_routed_experts, of which only `experts` have weights here
     expert_picks: int
     inter: int  # moe_intermediate_size
     streams: int  # hc_mult
@@ -40,14 +41,14 @@ class Sizes(NamedTuple):
 
 REAL = Sizes(
     rows=64, dim=5120, heads=64, head_dim=512, rope=64, index_dim=128, held=65536, window=128, picks=512,
-    index_heads=32, slots=16, columns=8192, experts=32, expert_picks=6, inter=2304, streams=4,
+    index_heads=32, slots=16, columns=8192, experts=32, routed=384, expert_picks=6, inter=2304, streams=4,
     memory=256, vocab=129280, context=16384,
 )  # fmt: skip
 # Real widths with little work, for compilers. (A reference with all 384 experts would need 50 GB; so REAL has fewer.)
 WIDE = REAL._replace(rows=2, held=256, slots=2, columns=64, experts=2, expert_picks=2, context=128)
 SMALL = Sizes(
     rows=3, dim=96, heads=5, head_dim=64, rope=32, index_dim=32, held=200, window=7, picks=70,
-    index_heads=3, slots=2, columns=40, experts=5, expert_picks=3, inter=32, streams=3,
+    index_heads=3, slots=2, columns=40, experts=5, routed=11, expert_picks=3, inter=32, streams=3,
     memory=96, vocab=1500, context=256,
 )  # fmt: skip
 

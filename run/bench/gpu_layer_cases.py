@@ -30,6 +30,15 @@ def _fp8_linear(draw: Draw) -> tuple[Any, ...]:
     return (draw.normal(s.rows, s.dim), Fp8Weight(codes, _scales(draw, -(-s.columns // 32), s.dim // 32)))
 
 
+def _route(draw: Draw) -> tuple[Any, ...]:
+    s = draw.sizes
+    logits = torch.randn(s.rows, s.routed, generator=draw.generator) * 6
+    logits[:, 1] = logits[:, 0]
+    bias = torch.rand(s.routed, generator=draw.generator)
+    bias[1] = bias[0]  # equal ones: the lower id first
+    return (logits, bias, s.expert_picks, 1.5)
+
+
 def _experts(rounding: Rounding) -> Case:
     def make(draw: Draw) -> tuple[Any, ...]:
         s = draw.sizes
@@ -130,6 +139,7 @@ def _sample(draw: Draw) -> tuple[Any, ...]:
 LAYER_CASES = [
     Case("linear", "linear.linear", _linear, (0,), 2e-6),
     Case("FP8 linear", "linear.fp8_linear", _fp8_linear, (0,), 2e-6),
+    Case("route", "experts.route", _route, (0,), 1e-6),
     _experts(keep),
     _experts(to_bf16),
     Case("mix", "mix.mix", _mix, (0,), 1e-5),

@@ -140,7 +140,7 @@ def add_keys(
     return top, total, out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_window", "num_picked"])
 def sparse_attend_kernel(
     p_q, p_window, p_window_index, p_picked, p_picked_index, p_sink, p_cos, p_sin, p_out,
     num_window, num_picked, window_stride, picked_stride, num_heads, scale,

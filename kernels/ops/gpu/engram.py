@@ -56,7 +56,7 @@ def add_gated(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def look_up_kernel(
     p_codes, p_scale, p_rows, p_out, num_rows, DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from kernels.ops.experts import Fp4Weights, Routes
-from kernels.ops.gpu.numbers import contiguous_bytes, e2m1_value, e8m0_value, maybe_bf16, rounds
+from kernels.ops.gpu.numbers import contiguous_bytes, e2m1_value, e8m0_value, maybe_bf16, power_of_two, rounds
 from kernels.ops.gpu.quant import FP8, Codes, to_codes
 from kernels.ops.rounding import Rounding
 
@@ -64,6 +64,28 @@ def run_fp4_experts(
     return total
 
 
+def route(logits: torch.Tensor, bias: torch.Tensor, num_picks: int, factor: float) -> Routes:
+    """Pick experts by score plus `bias` [experts] (equal: the lower id), weighted by score alone."""
+    rows, num_experts = logits.shape
+    picked = torch.empty(rows, num_picks, dtype=torch.int64, device=logits.device)
+    weights = torch.empty(rows, num_picks, dtype=torch.float32, device=logits.device)
+    if rows:
+        route_kernel[rows,](
+            logits.contiguous(),
+            bias,
+            picked,
+            weights,
+            factor,
+            NUM=num_experts,
+            PICKS=num_picks,
+            BLOCK=power_of_two(num_experts),
+            PICK_BLOCK=power_of_two(num_picks),
+            num_warps=1,
+            enable_fp_fusion=False,
+        )
+    return Routes(picked, weights)
+
+
 class _Tiles(NamedTuple):
     """Per tile its `expert`, and from where (`first`) to where (`end`) its routes stand in `order`; empty ones last."""
 
@@ -91,6 +113,39 @@ def _group(picked: torch.Tensor, num_experts: int) -> _Tiles:
 def _operands(x: Codes, weights: Fp4Weights) -> tuple[torch.Tensor, ...]:
     codes = x.values.view(torch.float8_e4m3fn)
     return codes, x.scales, contiguous_bytes(weights.codes), contiguous_bytes(weights.scale)
+
+
+@triton.jit
+def route_kernel(
+    p_logits, p_bias, p_picked, p_weights, factor, NUM: tl.constexpr, PICKS: tl.constexpr, BLOCK: tl.constexpr,
+    PICK_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row; log(1 + e) is corrected for what the sum loses, as log1p does."""
+    row = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, BLOCK)
+    mask = expert < NUM
+    x = tl.load(p_logits + row * NUM + expert, mask=mask, other=0.0)
+    small = tl.exp(-tl.abs(x))
+    more = 1.0 + small
+    corrected = tl.log(more) * tl.div_rn(small, tl.where(more == 1.0, 1.0, more - 1.0))
+    score = tl.sqrt_rn(tl.where(more == 1.0, small, corrected) + tl.maximum(x, 0.0))
+    ranked = tl.where(mask, score + tl.load(p_bias + expert, mask=mask, other=0.0), -float("inf"))
+    number = tl.arange(0, PICK_BLOCK)
+    picked = tl.zeros([PICK_BLOCK], tl.int64)
+    weights = tl.zeros([PICK_BLOCK], tl.float32)
+    total = tl.zeros([PICK_BLOCK], tl.float32)
+    for pick in range(0, PICKS):
+        best = tl.min(tl.where(ranked == tl.max(ranked, 0), expert, BLOCK), 0)
+        weight = tl.sum(tl.where(expert == best, score, 0.0), 0)
+        total += weight
+        picked = tl.where(number == pick, best.to(tl.int64), picked)
+        weights = tl.where(number == pick, weight, weights)
+        ranked = tl.where(expert == best, -float("inf"), ranked)
+    if PICKS > 1:
+        weights = tl.div_rn(weights, total + 1e-20)
+    at = row * PICKS + number
+    tl.store(p_picked + at, picked, mask=number < PICKS)
+    tl.store(p_weights + at, weights * factor, mask=number < PICKS)
 
 
 @triton.jit

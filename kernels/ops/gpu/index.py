@@ -63,7 +63,7 @@ def cached_scores(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num"])
 def index_scores_kernel(
     p_q, p_weights, p_keys, p_slots, p_visible, p_mask, p_out, slot_stride, key_stride, num,
     DIM: tl.constexpr, HEADS: tl.constexpr, CODE_BYTES: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr,

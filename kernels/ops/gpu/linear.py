@@ -57,7 +57,7 @@ def fp8_linear(x: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def linear_kernel(p_x, p_w, p_out, num_rows, n, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -72,7 +72,7 @@ def linear_kernel(p_x, p_w, p_out, num_rows, n, K: tl.constexpr, ROWS: tl.conste
     tl.store(at, total, mask=there & (column < n)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def fp8_linear_kernel(
     p_x, p_x_scale, p_w, p_w_scale, p_out, num_rows, n,
     K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,

@@ -117,7 +117,7 @@ def expand(y: torch.Tensor, streams: torch.Tensor, mixed: Mix, rounding: Roundin
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def mix_products_kernel(
     p_x, p_fn, p_parts, num_rows,
     K: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr,
@@ -149,7 +149,7 @@ def summed(p_parts, at, mask, stride, PARTS: tl.constexpr):
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def mix_coefficients_kernel(
     p_parts, p_scale, p_base, p_pre, p_post, p_comb, num_rows, eps, norm_eps,
     K: tl.constexpr, NUM: tl.constexpr, SIDE: tl.constexpr, ITERATIONS: tl.constexpr, PARTS: tl.constexpr,

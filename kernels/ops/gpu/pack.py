@@ -63,7 +63,7 @@ def dequantized(p_record, value, mask, CODE_BYTES: tl.constexpr, FORM: tl.conste
             return code * e4m3_value(scale_code)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def gather_kernel(
     p_records, p_rows, p_out, num_rows, stride,
     DIM: tl.constexpr, CODE_BYTES: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
