@@ -28,8 +28,8 @@ class Item(NamedTuple):
 class InStream:
     """The receiving end of one stream: an async iterator of lists of items, all that have come since the last.
 
-    Raises `BusError` after the items that came in order: `internal` for a gap, `deadline_exceeded` for a stall,
-    `overloaded` for a consumer that lets too much pile up, `transfer_failed` for a large item that cannot be pulled.
+    Raises `BusError` after the items that came in order: `deadline_exceeded` for a stall, `overloaded` for a consumer
+    that lets too much pile up, `transfer_failed` for a large item that cannot be pulled.
     """
 
     def __init__(self, reader: StreamReader, stream_id: int, stall_s: float) -> None:
@@ -119,21 +119,27 @@ class StreamReader:
         stream = self._streams[stream_id] = InStream(self, stream_id, stall_s)
         return stream
 
-    def feed(self, batch: StreamBatch) -> None:
-        """Give each item to its stream. Items of unknown (ended, cancelled) streams and duplicates are dropped."""
+    def feed(self, batch: StreamBatch) -> list[InStream]:
+        """Give each item to its stream. Items of unknown (ended, cancelled) streams and duplicates are dropped.
+
+        So are items behind a gap. The streams that have one are returned: have the writer `repair` them from their
+        `next_seq` on.
+        """
         now = asyncio.get_running_loop().time()
         last, statuses, large = set(batch.last), dict(batch.statuses), dict(batch.large)
         streams = self._streams
+        behind: dict[InStream, None] = {}
         for i, (stream_id, seq, item) in enumerate(zip(batch.stream_ids, batch.seqs, batch.items, strict=True)):
             stream = streams.get(stream_id)
             if stream is None or seq < stream.next_seq:
                 continue
             if seq > stream.next_seq:
-                stream.fail(fail(Code.INTERNAL, f"items {stream.next_seq} to {seq - 1} of this stream were lost"))
+                behind[stream] = None
                 continue
             stream.next_seq = seq + 1
             stream.touched = now
             stream.put(large.get(i, item), i in last, statuses.get(i, 200))
+        return list(behind)
 
     def forget(self, stream: InStream) -> None:
         """Stop expecting it. Idempotent."""

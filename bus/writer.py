@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -19,6 +20,13 @@ ITEM_BYTES = 32
 """What surrounds an item at most: stream id, number, length, place in `last` and `statuses`."""
 
 HANDLE_BYTES = 256
+
+KEPT_ITEMS = 512
+KEPT_BYTES = 256 * 1024
+"""What is kept of a stream, to be sent again: its last items. More than is under way in four batches."""
+
+KEPT_S = 10.0
+"""How long that is, after its last item. A reader asks for a lost end within two of its looks."""
 
 
 class _Gathered:
@@ -54,6 +62,22 @@ class _Gathered:
         self.large: list[tuple[int, Handle]] = []
         self.num_bytes = 0
 
+    def add(self, stream_id: int, seq: int, item: bytes | Handle, is_last: bool, status: int) -> None:
+        """One more item."""
+        index = len(self.items)
+        if isinstance(item, Handle):
+            self.large.append((index, item))
+            self.num_bytes += HANDLE_BYTES
+            item = b""
+        self.streams.append(stream_id)
+        self.seqs.append(seq)
+        self.items.append(item)
+        self.num_bytes += len(item) + ITEM_BYTES
+        if status != 200:
+            self.statuses.append((index, status))
+        if is_last:
+            self.last.append(index)
+
     def batches(self) -> Iterator[StreamBatch]:
         """All items, in order, in batches that fit in a message."""
         if self.num_bytes <= BATCH_BYTES:
@@ -88,39 +112,53 @@ class _Gathered:
 
 
 class OutStream:
-    """The sending end of one stream. Made by `StreamWriter.open`."""
+    """The sending end of one stream. Made by `StreamWriter.open`. Its last items are kept, to be sent again."""
 
-    __slots__ = ("_gathered", "_seq", "_writer", "stream_id")
+    __slots__ = (
+        "_gathered",
+        "_status",
+        "_writer",
+        "destination",
+        "ended_s",
+        "kept",
+        "kept_bytes",
+        "next_seq",
+        "stream_id",
+    )
 
     def __init__(self, writer: StreamWriter, gathered: _Gathered, stream_id: int) -> None:
         self.stream_id = stream_id
+        self.destination = gathered.address.name
+        self.next_seq = 0
+        self.kept: deque[bytes | Handle] = deque()
+        self.kept_bytes = 0
+        self.ended_s: float | None = None
+        self._status = 200
         self._writer = writer
         self._gathered: _Gathered | None = gathered
-        self._seq = 0
         gathered.num_open += 1
 
     def put(self, item: bytes, *, is_last: bool = False, status: int = 200) -> None:
-        """Gather one item for the next `flush()`. Dropped after the last one, and when the destination is gone.
+        """Gather one item for the next `flush()`; a `status` goes with the last one. Dropped after it, and when the
+        destination is gone.
 
         Raises `BusError(overloaded)` if the item needs a handle and too much is held for pulling already.
         """
         gathered = self._gathered
         if gathered is None or gathered.is_gone:
             return
-        index = len(gathered.items)
+        sent: bytes | Handle = item
         if len(item) > INLINE_BYTES:
-            gathered.large.append((index, self._writer.bulk.offer(item, lease_s=LEASE_S)))
-            gathered.num_bytes += HANDLE_BYTES
-            item = b""
-        gathered.streams.append(self.stream_id)
-        gathered.seqs.append(self._seq)
-        gathered.items.append(item)
-        gathered.num_bytes += len(item) + ITEM_BYTES
-        self._seq += 1
-        if status != 200:
-            gathered.statuses.append((index, status))
+            sent = self._writer.bulk.offer(item, lease_s=LEASE_S)
+        gathered.add(self.stream_id, self.next_seq, sent, is_last, status)
+        self.next_seq += 1
+        self.kept.append(sent)
+        self.kept_bytes += _kept_bytes(sent)
+        while len(self.kept) > KEPT_ITEMS or (self.kept_bytes > KEPT_BYTES and len(self.kept) > 1):
+            self.kept_bytes -= _kept_bytes(self.kept.popleft())
         if is_last:
-            gathered.last.append(index)
+            self._status = status
+            self.ended_s = asyncio.get_running_loop().time()
             self.close()
 
     def close(self) -> None:
@@ -128,6 +166,21 @@ class OutStream:
         if self._gathered is not None:
             self._gathered.num_open -= 1
             self._gathered = None
+            self._writer.closed(self)
+
+    def put_again(self, gathered: _Gathered, from_seq: int) -> bool:
+        """Gather the items from this number on once more, with their old numbers. False if one is not kept."""
+        first = self.next_seq - len(self.kept)
+        if from_seq < first:
+            return False
+        for seq in range(from_seq, self.next_seq):
+            is_last = self.ended_s is not None and seq == self.next_seq - 1
+            gathered.add(self.stream_id, seq, self.kept[seq - first], is_last, self._status if is_last else 200)
+        return True
+
+
+def _kept_bytes(item: bytes | Handle) -> int:
+    return HANDLE_BYTES if isinstance(item, Handle) else len(item)
 
 
 class Windows(Protocol):
@@ -166,14 +219,47 @@ class StreamWriter:
         self._on_receipt = on_receipt
         self._on_gone = on_gone
         self._gathered: dict[str, _Gathered] = {}
+        self._kept: dict[str, dict[int, OutStream]] = {}
 
     def open(self, address: Address[StreamBatch, Any], stream_id: int) -> OutStream:
         """A new stream to the reader at `address`, which has opened it under `stream_id`."""
+        stream = OutStream(self, self._destination(address), stream_id)
+        self._kept.setdefault(address.name, {})[stream_id] = stream
+        return stream
+
+    def _destination(self, address: Address[StreamBatch, Any]) -> _Gathered:
         gathered = self._gathered.get(address.name)
         if gathered is None:
             gathered = _Gathered(address, lambda is_taken: self._heard(address.name, is_taken))
             self._gathered[address.name] = gathered
-        return OutStream(self, gathered, stream_id)
+        return gathered
+
+    def repair(self, address: Address[StreamBatch, Any], stream_id: int, from_seq: int | None) -> int:
+        """Gather again what the reader of this stream lacks, from this number on (None: nothing).
+
+        Returns the number of its next item; -1 if it is not known here, or something that is missing is not kept.
+        """
+        stream = self._kept.get(address.name, {}).get(stream_id)
+        if stream is None:
+            return -1
+        if from_seq is not None and from_seq < stream.next_seq:
+            gathered = self._destination(address)
+            is_waiting = (stream_id, from_seq) in zip(gathered.streams, gathered.seqs, strict=True)
+            if not is_waiting and not stream.put_again(gathered, from_seq):
+                return -1
+        return stream.next_seq
+
+    def closed(self, stream: OutStream) -> None:
+        """A stream takes no more items. Without a last one nobody can want to read it."""
+        if stream.ended_s is None:
+            self._forget(stream)
+
+    def _forget(self, stream: OutStream) -> None:
+        streams = self._kept.get(stream.destination, {})
+        if streams.get(stream.stream_id) is stream:
+            del streams[stream.stream_id]
+            if not streams:
+                del self._kept[stream.destination]
 
     async def flush(self) -> None:
         """Send all that was gathered for destinations that can take it."""
@@ -188,7 +274,12 @@ class StreamWriter:
                     await self._bus.tell(gathered.address, batch, on_fate=gathered.on_fate)
 
     def prune(self) -> None:
-        """Let go of destinations without open streams, when all has been sent."""
+        """Let go of streams that ended KEPT_S ago, and of destinations without open streams, when all has been sent."""
+        now_s = asyncio.get_running_loop().time()
+        for streams in list(self._kept.values()):
+            for stream in list(streams.values()):
+                if stream.ended_s is not None and now_s - stream.ended_s > KEPT_S:
+                    self._forget(stream)
         for destination, gathered in list(self._gathered.items()):
             if not gathered.num_open and not gathered.items:
                 self._bus.forget(destination, gathered.on_fate)
@@ -206,4 +297,5 @@ class StreamWriter:
             self._on_receipt()
         else:
             self._drop(destination)
+            self._kept.pop(destination, None)
             self._on_gone(destination)

@@ -76,13 +76,17 @@ class StreamBatch(Message, frozen=True):
 
 
 class Probe(Message, frozen=True):
-    """Gateway → the recipe of these streams, which have been silent: finds lost items and forgotten streams."""
+    """Gateway → the recipe of these streams, which are silent or lack items: finds what was lost or forgotten.
+
+    Items from `from_seqs[i]` on, where there are any, are sent to stream i again; without it nothing is.
+    """
 
     gateway: str
     stream_ids: list[int]
+    from_seqs: list[int] = []
 
 
 class Probed(Message, frozen=True):
-    """The number of the next item of each stream asked for; -1 for a stream that is not known here."""
+    """The number of the next item of each stream asked for; -1 if it, or what it lacks, is not here any more."""
 
     next_seqs: list[int]

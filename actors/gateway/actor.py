@@ -52,7 +52,7 @@ ASK_TIMEOUT_S = 5.0
 STALL_S = 30.0
 """A stream whose recipe neither sends nor answers a probe for so long is given up."""
 
-WATCH_S = 5.0
+WATCH_S = 2.0
 KEEP_ALIVE = b""
 """An item the gateway puts into a silent stream itself: real ones are never empty."""
 
@@ -262,7 +262,8 @@ class Gateway(Actor):
     # The recipe's side
 
     async def _on_stream(self, batch: StreamBatch, envelope: Envelope) -> Taken:
-        self._reader.feed(batch)
+        if behind := self._reader.feed(batch):
+            self._ask_after([self._exchanges[stream.stream_id] for stream in behind])
         return Taken()
 
     async def _cancel(self, recipe: str, cancel: Cancel) -> None:
@@ -295,18 +296,30 @@ class Gateway(Actor):
             for exchange in silent:
                 if exchange.needs_keep_alive(now_s):
                     exchange.stream.put(KEEP_ALIVE, False, 200)
-            for recipe, exchanges in by_recipe(silent).items():
-                self.spawn(self._probe(recipe, exchanges))
+            self._ask_after(silent)
+
+    def _ask_after(self, exchanges: list[_Exchange]) -> None:
+        asked = [exchange for exchange in exchanges if exchange.recipe and not exchange.is_asked_after]
+        for recipe, some in by_recipe(asked).items():
+            for exchange in some:
+                exchange.is_asked_after = True
+            self.spawn(self._probe(recipe, some))
 
     async def _probe(self, recipe: str, exchanges: list[_Exchange]) -> None:
-        """Ask a recipe how far these streams are: items may be lost, or the recipe may have forgotten them."""
-        probe = Probe(gateway=self.id, stream_ids=[exchange.stream.stream_id for exchange in exchanges])
+        """Ask a recipe how far these streams are. It sends lost items again; or it may have forgotten the stream."""
+        streams = [exchange.stream for exchange in exchanges]
+        probe = Probe(
+            gateway=self.id, stream_ids=[s.stream_id for s in streams], from_seqs=[s.next_seq for s in streams]
+        )
         try:
             probed = await self.bus.ask(PROBE.at(recipe), probe, timeout_s=ASK_TIMEOUT_S)
         except BusError as error:
             if error.code is Code.NO_RESPONDERS:
                 self._lose(recipe)
             return
+        finally:
+            for exchange in exchanges:
+                exchange.is_asked_after = False
         for exchange, next_seq in zip(exchanges, probed.next_seqs, strict=True):
             if next_seq == exchange.stream.next_seq:
                 exchange.stream.touched = self._now_s()

@@ -14,7 +14,7 @@ KEEP_ALIVE_S = 10.0
 """A stream that was silent for so long carries a sign of life."""
 
 MAX_STRIKES = 2
-"""A recipe's answer may overtake its last items once; twice in a row, and they are lost."""
+"""A recipe's answer may overtake its last items once; twice in a row, and what is missing is gone."""
 
 
 class Stream(Interface):
@@ -38,6 +38,7 @@ class Exchange(Generic[S]):
     recipe: str = ""
     num_seen: int = 0
     num_strikes: int = 0
+    is_asked_after: bool = False
     is_over: bool = False
 
     def is_silent(self, now_s: float) -> bool:
@@ -55,11 +56,8 @@ class Exchange(Generic[S]):
         return True
 
     def is_lost(self, next_seq: int) -> bool:
-        """The recipe says how far the stream is (-1: unknown there). Are items, or all of it, lost?"""
-        if next_seq == self.stream.next_seq:
-            self.num_strikes = 0
-        else:
-            self.num_strikes += 1
+        """The recipe says how far the stream is, and sends what is missing (-1: it cannot). Is it lost?"""
+        self.num_strikes = self.num_strikes + 1 if next_seq < 0 else 0
         return self.num_strikes >= MAX_STRIKES
 
 

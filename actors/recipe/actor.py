@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -284,7 +285,9 @@ class Recipe(PublicActor):
             self.spawn(self._abandon(request, CancelReason.CLIENT_GONE))
 
     async def _on_probe(self, probe: Probe, envelope: Envelope) -> Probed:
-        return self._open.probed(probe)
+        address = STREAM.at(probe.gateway)
+        asked = itertools.zip_longest(probe.stream_ids, probe.from_seqs)
+        return Probed(next_seqs=[self._writer.repair(address, stream_id, from_seq) for stream_id, from_seq in asked])
 
     async def _on_load(self, report: LoadReported, envelope: Envelope) -> None:
         if self._shards.saw(report, self._now_s()):

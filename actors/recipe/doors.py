@@ -34,7 +34,6 @@ class GatewayDoor:
     def __init__(self, gateway: str, stream: Stream) -> None:
         self.gateway = gateway
         self.stream_id = stream.stream_id
-        self.num_put = 0
         self._stream = stream
 
     def put(self, items: list[bytes], *, is_last: bool = False, status: int = 200) -> None:
@@ -44,7 +43,6 @@ class GatewayDoor:
             put(item)
         if is_last:
             put(items[-1], is_last=True, status=status)
-        self.num_put += len(items)
 
     def close(self) -> None:
         """Nothing more will come."""

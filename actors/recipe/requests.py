@@ -15,7 +15,7 @@ from actors.recipe.doors import Door, GatewayDoor, InboxDoor
 from actors.recipe.fields import Refusal
 from actors.recipe.session import Session
 from actors.rules.errors import error_body, status
-from schemas.api import Answer, Call, Called, Probe, Probed, Protocol
+from schemas.api import Answer, Call, Called, Protocol
 from schemas.failure import Code, Failure
 from schemas.request import Cancelled, CancelReason, End, Failed, FinishReason, Resend, TokensEmitted
 
@@ -249,12 +249,6 @@ class OpenRequests:
             self._strays = {id: at for id, at in self._strays.items() if now_s - at < SILENCE_S}
             self._strays.update(dict.fromkeys(unknown, now_s))
         return outcomes, unknown
-
-    def probed(self, probe: Probe) -> Probed:
-        """How far the streams of a gateway are."""
-        doors = [r.door for r in self.of_gateway(probe.gateway)]
-        known = {door.stream_id: door.num_put for door in doors if isinstance(door, GatewayDoor)}
-        return Probed(next_seqs=[known.get(stream_id, -1) for stream_id in probe.stream_ids])
 
 
 def resends(requests: list[OpenRequest]) -> Iterator[tuple[str, list[OpenRequest], Resend]]:

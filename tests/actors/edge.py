@@ -213,9 +213,11 @@ class Inbox:
 
 
 @asynccontextmanager
-async def edge(card: ModelCard, *, keys: str = "", text: str = "Hello there!") -> AsyncIterator[Edge]:
+async def edge(
+    card: ModelCard, *, keys: str = "", text: str = "Hello there!", broker: MemoryBroker | None = None
+) -> AsyncIterator[Edge]:
     """Everything started; everything stopped at the end, and no crash left unnoticed."""
-    broker, hub = MemoryBroker(), MemoryHub()
+    broker, hub = broker or MemoryBroker(), MemoryHub()
     buses, bulks = [], []
     for _ in range(3):
         bus, bulk = Bus(MemoryWire(broker)), MemoryBulk(hub)

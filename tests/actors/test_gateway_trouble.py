@@ -275,6 +275,7 @@ def test_silence_is_broken_and_asked_after(run_async: Run, card: ModelCard, monk
                 await anext(lines)
                 for request in system.recipe._open:
                     system.recipe._open.remove(request)
+                    request.door.close()
                 assert any('"code":"worker_lost"' in line for line in [line async for line in lines])
 
     run_async(main())

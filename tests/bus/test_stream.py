@@ -91,13 +91,16 @@ def test_duplicates_and_strangers_are_dropped(run_async: Run) -> None:
     run_async(main())
 
 
-def test_a_gap_ends_the_stream_after_what_came_before_it(run_async: Run) -> None:
+def test_what_is_behind_a_gap_is_dropped_and_told(run_async: Run) -> None:
     async def main() -> None:
         reader = make_reader()
         stream, other = reader.open(1, stall_s=60), reader.open(2, stall_s=60)
-        reader.feed(batch((1, 0, b"a"), (1, 2, b"c"), (2, 0, b"x"), (1, 1, b"b"), last=(2,)))
-        assert await read_failing(stream) == ([b"a"], Code.INTERNAL)
+        batches = batch((1, 0, b"a"), (1, 2, b"?"), (2, 0, b"x"), (1, 3, b"?"), last=(2,))
+        assert reader.feed(batches) == [stream]
         assert [item.body for item in await read(other)] == [b"x"]
+        assert stream.next_seq == 1
+        assert reader.feed(batch((1, 0, b"a"), (1, 1, b"b"), (1, 2, b"c"), last=(2,))) == []
+        assert [item.body for item in await read(stream)] == [b"a", b"b", b"c"]
 
     run_async(main())
 
@@ -106,8 +109,9 @@ def test_a_lost_first_item_is_a_gap(run_async: Run) -> None:
     async def main() -> None:
         reader = make_reader()
         stream = reader.open(1, stall_s=60)
-        reader.feed(batch((1, 1, b"b"), last=(0,)))
-        assert await read_failing(stream) == ([], Code.INTERNAL)
+        assert reader.feed(batch((1, 1, b"b"), last=(0,))) == [stream]
+        reader.feed(batch((1, 0, b"a"), (1, 1, b"b"), last=(1,)))
+        assert [item.body for item in await read(stream)] == [b"a", b"b"]
 
     run_async(main())
 

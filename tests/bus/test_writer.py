@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import pytest
+
+from bus import writer as writer_module
 from bus.bulk import INLINE_BYTES, MemoryBulk, MemoryHub
 from bus.bus import Bus, Delivery, decoder
 from bus.memory import MemoryBroker, MemoryWire
 from bus.stream import Item, StreamReader
 from bus.subjects import STREAM
-from bus.writer import StreamWriter
+from bus.writer import KEPT_BYTES, KEPT_ITEMS, StreamWriter
 from schemas.api import StreamBatch
 from schemas.failure import Code
 from schemas.request import Taken
@@ -206,5 +210,82 @@ def test_nothing_is_kept_of_a_destination_without_streams(run_async: Run) -> Non
             writer.open(STREAM.at("g1"), 1)
             streams[1].close()
             assert [item.body for item in await read(streams[0])] == [b"a"]
+
+    run_async(main())
+
+
+def test_what_was_lost_is_sent_again(run_async: Run) -> None:
+    async def main() -> None:
+        async with pair() as (writer, reader, batches, _):
+            out = writer.open(STREAM.at("g1"), 1)
+            sent = [Item(b"%d" % i, False, 200) for i in range(5)]
+            sent += [Item(bytes(INLINE_BYTES + 1), False, 200), Item(b"end", True, 499)]
+            for item in sent:
+                out.put(item.body, is_last=item.is_last, status=item.status)
+            await writer.flush()  # to nobody: the reader opens its stream too late
+            await asyncio.sleep(0)
+            stream = reader.open(1, stall_s=60)
+            assert writer.repair(STREAM.at("g1"), 1, None) == 7
+            await writer.flush()
+            assert len(batches) == 1
+            assert writer.repair(STREAM.at("g1"), 1, 3) == 7
+            await writer.flush()
+            await asyncio.sleep(0)
+            assert stream.next_seq == 0, "a repair from 3 does not help a reader at 0"
+            for _ in range(2):  # the second one finds the items waiting to be sent
+                assert writer.repair(STREAM.at("g1"), 1, 0) == 7
+            await writer.flush()
+            assert await read(stream) == sent
+            assert [len(b.items) for b in batches] == [7, 4, 7]
+            assert writer.repair(STREAM.at("g1"), 1, 7) == 7
+
+    run_async(main())
+
+
+def test_only_the_last_items_are_kept(run_async: Run) -> None:
+    async def main() -> None:
+        async with pair() as (writer, _, _, _):
+            address = STREAM.at("g1")
+            many, large, one = (writer.open(address, i) for i in range(3))
+            for _ in range(KEPT_ITEMS + 1):
+                many.put(b"x")
+            for _ in range(5):
+                large.put(bytes(KEPT_BYTES // 4))
+            one.put(bytes(KEPT_BYTES // 4 * 3))
+            await writer.flush()
+            assert [writer.repair(address, 0, seq) for seq in (0, 1)] == [-1, KEPT_ITEMS + 1]
+            await writer.flush()
+            assert [writer.repair(address, 1, seq) for seq in (0, 1)] == [-1, 5]
+            assert writer.repair(address, 2, 0) == 1
+
+    run_async(main())
+
+
+def test_nothing_is_kept_of_streams_that_ended_long_ago_or_have_no_reader(
+    run_async: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with pair() as (writer, _, _, _):
+            here, away = STREAM.at("g1"), STREAM.at("g2")
+            ended, closed, running = (writer.open(here, i) for i in range(3))
+            ended.put(b"a", is_last=True)
+            closed.put(b"a")
+            closed.close()
+            running.put(b"a")
+            writer.open(away, 0).put(b"a")
+            assert writer.repair(away, 0, None) == 1
+            await writer.flush()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            writer.prune()
+            assert [writer.repair(here, i, None) for i in range(3)] == [1, -1, 1]
+            assert writer.repair(away, 0, None) == -1
+            monkeypatch.setattr(writer_module, "KEPT_S", -math.inf)
+            writer.prune()
+            assert [writer.repair(here, i, None) for i in range(3)] == [-1, -1, 1]
+            running.put(b"b", is_last=True)
+            await writer.flush()
+            writer.prune()
+            assert writer._kept == {} == writer._gathered
 
     run_async(main())

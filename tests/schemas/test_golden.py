@@ -60,6 +60,7 @@ MESSAGES: list[Message] = [
     StreamBatch(stream_ids=[1, 300], seqs=[0, 70000], items=[b"a", b""]),
     StreamBatch(stream_ids=[1], seqs=[0], items=[b""], last=[0], statuses=[(0, 503)], large=[(0, HANDLE)]),
     Probe(gateway="g", stream_ids=[1, 2]),
+    Probe(gateway="g", stream_ids=[1, 2], from_seqs=[0, 70000]),
     Probed(next_seqs=[0, -1]),
     Submit(
         request_id="r",
