@@ -8,6 +8,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from msgspec import structs
 from opentelemetry import trace
 from opentelemetry.trace import SpanKind
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -41,6 +42,7 @@ from schemas.failure import Code
 from schemas.liveness import ProcessExited
 from schemas.message import Role
 from schemas.request import Cancel, CancelReason, Taken
+from schemas.routing import LoadReported
 
 log = logging.getLogger("shoal.gateway")
 tracer = trace.get_tracer("shoal")
@@ -109,6 +111,9 @@ class Gateway(Actor):
             await self._serving
         if self._tasks:
             await asyncio.wait(list(self._tasks), timeout=1.0)  # the cancels of what was just cut off
+
+    def load(self) -> LoadReported:
+        return structs.replace(super().load(), num_running=len(self._exchanges))
 
     def _on_server_done(self, task: asyncio.Task[None]) -> None:
         if not self._is_stopped:

@@ -19,7 +19,7 @@ from schemas.api import Protocol
 from schemas.failure import Code, Failure
 from schemas.request import Failed, Finished, FinishReason
 from tests.actors.clients import BODIES, CHAT_PATH, MESSAGES, MESSAGES_PATH, RESPONSES_PATH, TEXT, error_of, http, sdks
-from tests.actors.edge import Edge, edge
+from tests.actors.edge import STOP, Edge, edge, silent, submitted
 from tests.bus.conformance import ActorConformance
 from tests.conftest import Run
 
@@ -215,6 +215,21 @@ def test_many_streams_at_once_stay_apart(run_async: Run, card: ModelCard) -> Non
             for id in outputs:
                 await system.entrypoint.emit(id, [], Finished(reason=FinishReason.STOP))
             assert sorted(await asyncio.gather(*asking)) == sorted(texts.values())
+
+    run_async(main())
+
+
+def test_load_counts_the_requests_being_served(run_async: Run, card: ModelCard) -> None:
+    async def main() -> None:
+        async with silent(card) as system, http(system) as client:
+            assert system.gateway.load().num_running == 0
+            asking = [asyncio.create_task(client.post(path, json=body)) for path, body in BODIES.items()]
+            ids = await submitted(system.entrypoint, len(asking))
+            assert system.gateway.load().num_running == len(asking)
+            for id in ids:
+                await system.entrypoint.emit(id, system.entrypoint.answer, STOP)
+            await asyncio.wait(asking)
+            assert system.gateway.load().num_running == 0
 
     run_async(main())
 
