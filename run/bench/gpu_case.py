@@ -41,10 +41,10 @@ class Sizes(NamedTuple):
 
 REAL = Sizes(
     rows=64, dim=5120, heads=64, head_dim=512, rope=64, index_dim=128, held=65536, window=128, picks=512,
-    index_heads=32, slots=16, columns=8192, experts=32, routed=384, expert_picks=6, inter=2304, streams=4,
+    index_heads=32, slots=16, columns=8192, experts=16, routed=384, expert_picks=6, inter=2304, streams=4,
     memory=256, vocab=129280, context=16384,
 )  # fmt: skip
-# Real widths with little work, for compilers. (A reference with all 384 experts would need 50 GB; so REAL has fewer.)
+# Real widths with little work, for compilers. (A reference that unpacks all 384 experts needs 200 GB, so REAL has 16.)
 WIDE = REAL._replace(rows=2, held=256, slots=2, columns=64, experts=2, expert_picks=2, context=128)
 SMALL = Sizes(
     rows=3, dim=96, heads=5, head_dim=64, rope=32, index_dim=32, held=200, window=7, picks=70,

@@ -28,3 +28,8 @@ def test_a_difference_is_seen() -> None:
     assert difference(x * torch.nan, x) == float("inf")
     assert difference(x[:3], x) == float("inf")
     assert difference(x.long() + 1, x.long()) == float("inf")
+
+
+def test_what_a_kernel_does_not_write_would_be_seen() -> None:
+    assert difference(torch.empty(3), torch.zeros(3)) == float("inf")
+    assert difference(torch.empty(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)) == float("inf")
