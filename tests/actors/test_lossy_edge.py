@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 import httpx
 import pytest
@@ -26,6 +27,7 @@ TEXT = "one two three four five six seven eight nine ten " * 3
 def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
     """What waits for a time waits shortly."""
     monkeypatch.setattr(gateway_actor, "WATCH_S", 0.05)
+    monkeypatch.setattr(gateway_actor, "ASK_TIMEOUT_S", 0.2)
     monkeypatch.setattr(window, "SILENCE_S", 0.05)
     monkeypatch.setattr(bus_actor, "HEARTBEAT_S", 0.05)
 
@@ -55,12 +57,12 @@ async def ask_all(system: Edge) -> list[httpx.Response]:
         return await asking
 
 
-@pytest.mark.parametrize("one_in", [2, 3, 7])
-def test_lost_and_doubled_items_are_repaired(run_async: Run, card: ModelCard, one_in: int) -> None:
+@pytest.mark.parametrize(("one_in", "verbs"), [(2, "stream"), (3, "stream"), (7, "stream"), (3, ("stream", "probe"))])
+def test_lost_and_doubled_items_are_repaired(run_async: Run, card: ModelCard, one_in: int, verbs: Any) -> None:
     async def main() -> None:
         async with edge(card, text=TEXT) as system:
             truth = await ask_all(system)
-        broker = LossyBroker(lambda subject: subject.endswith("g0.stream"), one_in)
+        broker = LossyBroker(lambda subject: subject.endswith(verbs), one_in)
         async with edge(card, text=TEXT, broker=broker) as system:
             found = await ask_all(system)
             assert broker.num_lost >= 3
