@@ -148,14 +148,17 @@ class OutStream:
         if gathered is None or gathered.is_gone:
             return
         sent: bytes | Handle = item
-        if len(item) > INLINE_BYTES:
-            sent = self._writer.bulk.offer(item, lease_s=LEASE_S)
+        num_bytes = len(item)
+        if num_bytes > INLINE_BYTES:
+            sent, num_bytes = self._writer.bulk.offer(item, lease_s=LEASE_S), HANDLE_BYTES
         gathered.add(self.stream_id, self.next_seq, sent, is_last, status)
         self.next_seq += 1
-        self.kept.append(sent)
-        self.kept_bytes += _kept_bytes(sent)
-        while len(self.kept) > KEPT_ITEMS or (self.kept_bytes > KEPT_BYTES and len(self.kept) > 1):
-            self.kept_bytes -= _kept_bytes(self.kept.popleft())
+        kept = self.kept
+        kept.append(sent)
+        self.kept_bytes += num_bytes
+        while len(kept) > KEPT_ITEMS or (self.kept_bytes > KEPT_BYTES and len(kept) > 1):
+            first = kept.popleft()
+            self.kept_bytes -= HANDLE_BYTES if isinstance(first, Handle) else len(first)
         if is_last:
             self._status = status
             self.ended_s = asyncio.get_running_loop().time()
@@ -177,10 +180,6 @@ class OutStream:
             is_last = self.ended_s is not None and seq == self.next_seq - 1
             gathered.add(self.stream_id, seq, self.kept[seq - first], is_last, self._status if is_last else 200)
         return True
-
-
-def _kept_bytes(item: bytes | Handle) -> int:
-    return HANDLE_BYTES if isinstance(item, Handle) else len(item)
 
 
 class Windows(Protocol):
