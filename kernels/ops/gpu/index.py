@@ -57,7 +57,7 @@ def cached_scores(
             TILE=_TILE,
             BLOCK=power_of_two(dim),
             HEAD_BLOCK=power_of_two(heads),
-            num_warps=4,
+            num_warps=8,
             enable_fp_fusion=False,
         )
     return out
