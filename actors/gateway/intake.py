@@ -8,6 +8,10 @@ from typing import Any
 MAX_BYTES = 64 * 1024 * 1024
 """All bodies together, from their first byte until a recipe has answered the call: eight of the largest."""
 
+FREE_BYTES = 64 * 1024
+"""The beginning of each body, which does not count: as much waits unread on any connection, and requests of the usual
+size are served while large ones fill the rest."""
+
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 
@@ -28,6 +32,7 @@ class Upload:
     def __init__(self, intake: Intake) -> None:
         self.body = b""
         self._intake = intake
+        self._num_seen = 0
         self._num_bytes = 0
 
     def counting(self, receive: Receive, limit_bytes: int) -> Receive:
@@ -35,7 +40,8 @@ class Upload:
 
         async def receive_counted() -> MutableMapping[str, Any]:
             message = await receive()
-            size_bytes = min(len(message.get("body", b"")), limit_bytes - self._num_bytes)
+            self._num_seen += len(message.get("body", b""))
+            size_bytes = max(0, min(self._num_seen, limit_bytes) - FREE_BYTES - self._num_bytes)
             if self._intake.num_bytes + size_bytes > MAX_BYTES:
                 held = f"{self._intake.num_bytes} bytes of request bodies are being read here"
                 raise IntakeFull(f"{held}, and that is the limit: retry later")

@@ -100,6 +100,22 @@ def test_a_body_that_cannot_be_pulled_is_a_typed_failure(run_async: Run, card: M
     run_async(main())
 
 
+def test_small_bodies_are_taken_while_large_ones_fill_the_intake(
+    run_async: Run, card: ModelCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(intake, "MAX_BYTES", 0)
+
+    async def main() -> None:
+        async with edge(card) as system, http(system) as client:
+            for path, body in BODIES.items():
+                padded = json.dumps(body).encode() + b" " * intake.FREE_BYTES
+                refused = await client.post(path, content=padded)
+                assert refused.status_code == 503 and "retry later" in error_of(path, refused.json())
+                assert (await client.post(path, content=padded[: intake.FREE_BYTES])).status_code == 200
+
+    run_async(main())
+
+
 def test_a_stream_holds_nothing_of_its_body(run_async: Run, card: ModelCard, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intake, "MAX_BYTES", INLINE_BYTES * 2)
 
