@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -28,6 +29,10 @@ from supervisors.strategy import GaveUp, Intensity, Strategy
 from supervisors.tasks import Child, Ready, Run, Stuck, Supervisor
 
 log = logging.getLogger("shoal.node")
+
+GC_THRESHOLD = (20_000, 20, 50)
+"""Messages are short-lived and free of cycles: with its default of 700 the collector finds nothing, a hundred times a
+second. Looking less often gave a tenth more events through the front."""
 
 INTENSITY = Intensity(3, 10.0)
 ACTOR_SHUTDOWN_S = 1.0
@@ -108,6 +113,7 @@ def run_node(spec: ProcessSpec, settings: Settings, build: Build = build) -> NoR
     # A prompt is encoded where it is: waiting for a thread pool costs milliseconds when the cores are busy.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     stop_telemetry = start_telemetry(spec.name)
+    gc.set_threshold(*GC_THRESHOLD)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         status = runner.run(_main(Node(spec, settings, build)))
     stop_telemetry()
