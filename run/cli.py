@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 from cyclopts import App
 
 app = App(
-    name="shoal", help="An open serving system for DeepSeek-V4.1-Flash-class models, as supervised actors on NATS."
+    name="shoal",
+    version=version("shoal"),
+    help="An open serving system for DeepSeek-V4.1-Flash-class models, as supervised actors on NATS.",
 )
 bench = App(name="bench", help="Benchmarks: one table each, or one JSON object with --json.")
 

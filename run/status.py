@@ -16,6 +16,8 @@ from run.settings import Settings
 from schemas.routing import LoadReported
 
 WAIT_S = 0.5
+PIPE_COLUMNS = 200
+"""Where there is no terminal, nothing is cut off."""
 
 
 def print_status(settings: Settings, *, as_json: bool) -> int:
@@ -31,7 +33,7 @@ def print_status(settings: Settings, *, as_json: bool) -> int:
         actors = [msgspec.structs.asdict(report) for report in reports]  # with the zeros that messages leave out
         print(msgspec.json.encode({"actors": actors}).decode())
     elif reports:
-        Console().print(_table(reports))
+        Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS).print(_table(reports))
     else:
         print("nobody answered within half a second", file=sys.stderr)
     return 0 if reports else 1
