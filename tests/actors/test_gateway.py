@@ -84,7 +84,7 @@ def test_anthropic_messages(run_async: Run, card: ModelCard) -> None:
             assert count.input_tokens == final.usage.input_tokens
             assert [model.id async for model in client.models.list()] == ["shoal-tiny", "tiny"]
             with pytest.raises(anthropic.NotFoundError, match="does not exist"):
-                await client.messages.create(model="claude", max_tokens=5, messages=MESSAGES)
+                await client.messages.create(model="another", max_tokens=5, messages=MESSAGES)
 
     run_async(main())
 

@@ -28,7 +28,7 @@ def ai(stack: System) -> Iterator[openai.OpenAI]:
 
 
 @pytest.fixture
-def claude(stack: System) -> Iterator[anthropic.Anthropic]:
+def sdk(stack: System) -> Iterator[anthropic.Anthropic]:
     with anthropic.Anthropic(base_url=stack.http, api_key="none", max_retries=0) as client:
         yield client
 
@@ -116,25 +116,25 @@ class TestOpenAI:
 
 
 class TestAnthropic:
-    def test_stream_and_whole_agree(self, claude: anthropic.Anthropic) -> None:
-        whole = claude.messages.create(model=MODEL, messages=HELLO, max_tokens=20, extra_body=GREEDY)
-        with claude.messages.stream(model=MODEL, messages=HELLO, max_tokens=20, extra_body=GREEDY) as stream:
+    def test_stream_and_whole_agree(self, sdk: anthropic.Anthropic) -> None:
+        whole = sdk.messages.create(model=MODEL, messages=HELLO, max_tokens=20, extra_body=GREEDY)
+        with sdk.messages.stream(model=MODEL, messages=HELLO, max_tokens=20, extra_body=GREEDY) as stream:
             text = "".join(stream.text_stream)
             final = stream.get_final_message()
         assert text and text == "".join(block.text for block in whole.content if block.type == "text")
         assert final.usage.output_tokens == whole.usage.output_tokens <= 20
         assert final.stop_reason == whole.stop_reason
 
-    def test_count_tokens_is_what_is_then_used(self, claude: anthropic.Anthropic) -> None:
-        counted = claude.messages.count_tokens(model=MODEL, messages=HELLO)
-        used = claude.messages.create(model=MODEL, messages=HELLO, max_tokens=1).usage.input_tokens
+    def test_count_tokens_is_what_is_then_used(self, sdk: anthropic.Anthropic) -> None:
+        counted = sdk.messages.count_tokens(model=MODEL, messages=HELLO)
+        used = sdk.messages.create(model=MODEL, messages=HELLO, max_tokens=1).usage.input_tokens
         assert counted.input_tokens == used
 
-    def test_errors_are_its_own(self, claude: anthropic.Anthropic) -> None:
+    def test_errors_are_its_own(self, sdk: anthropic.Anthropic) -> None:
         with pytest.raises(anthropic.NotFoundError):
-            claude.messages.create(model="claude-9", messages=HELLO, max_tokens=1)
+            sdk.messages.create(model="another-9", messages=HELLO, max_tokens=1)
         with pytest.raises(anthropic.BadRequestError):
-            claude.messages.create(model=MODEL, messages=[], max_tokens=1)
+            sdk.messages.create(model=MODEL, messages=[], max_tokens=1)
 
 
 class TestBareHttp:
