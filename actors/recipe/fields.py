@@ -75,6 +75,7 @@ _CHAT: dict[str, Field] = {
     "messages[].name": _ignored(),
     "messages[].refusal": _ignored(),
     "messages[].annotations": _ignored(),
+    "tool_calls[].index": _ignored(),
     "content[].cache_control": _ignored("prefixes are found by their tokens"),
     "content[].prompt_cache_breakpoint": _ignored(),
     "metadata": _ignored(),

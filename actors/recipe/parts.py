@@ -20,14 +20,18 @@ _ITEMS = (
     "custom_tool_call",
     "custom_tool_call_output",
 )
+_ITEM = {"type", "role", "content", "call_id", "name", "namespace", "arguments", "input", "output"}
+_ITEM |= {"id", "status", "phase"}  # what the item was: our own answers have them, and they change nothing
 _MESSAGES_BLOCK = {"type", "text", "thinking", "signature", "id", "name", "input", "tool_use_id", "content"}
 
 _HONOURED: dict[Protocol, dict[str, set[str]]] = {
     Protocol.CHAT_COMPLETIONS: {
         "messages[]": {"role", "content", "reasoning_content", "tool_calls", "tool_call_id", "prefix"},
         "content[]": {"type", "text"},
+        "tool_calls[]": {"id", "type", "function"},
+        "tool_calls[].function": {"name", "arguments"},
     },
-    Protocol.RESPONSES: {"content[]": {"type", "text"}},
+    Protocol.RESPONSES: {"input[]": _ITEM, "content[]": {"type", "text"}},
     Protocol.MESSAGES: {"messages[]": {"role", "content"}, "content[]": _MESSAGES_BLOCK},
     Protocol.COUNT_TOKENS: {"messages[]": {"role", "content"}, "content[]": _MESSAGES_BLOCK},
 }
@@ -41,9 +45,8 @@ def check_parts(protocol: Protocol, body: dict[str, Any]) -> list[str]:
     ignored: list[str] = []
     for place, path, part in _parts(body):
         if place == "input[]":
-            ignored += _check_item(path, part)
-        else:
-            ignored += _check_fields(protocol, place, path, part)
+            _check_kind(path, part)
+        ignored += _check_fields(protocol, place, path, part)
     return ignored
 
 
@@ -53,6 +56,10 @@ def _parts(body: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
         for path, part in _members(body.get(name), name):
             yield f"{name}[]", path, part
             yield from _blocks(part, path, 1)
+            for inner, call in _members(part.get("tool_calls"), f"{path}.tool_calls"):
+                yield "tool_calls[]", inner, call
+                if isinstance(function := call.get("function"), dict):
+                    yield "tool_calls[].function", f"{inner}.function", function
     yield from _blocks(body, "", 1)
 
 
@@ -69,12 +76,11 @@ def _members(value: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
         yield from ((f"{path}[{i}]", part) for i, part in enumerate(value) if isinstance(part, dict))
 
 
-def _check_item(path: str, item: dict[str, Any]) -> list[str]:
+def _check_kind(path: str, item: dict[str, Any]) -> None:
     kind = item.get("type")
     if kind is not None and kind not in _ITEMS:
         message = f"{path}.type {str(kind)[:64]!r} is not supported; supported are {', '.join(_ITEMS)}"
         raise Refusal(Code.UNSUPPORTED, message, f"{path}.type")
-    return [f"input[].{name}" for name in ("summary", "encrypted_content") if kind == "reasoning" and item.get(name)]
 
 
 def _check_fields(protocol: Protocol, place: str, path: str, part: dict[str, Any]) -> list[str]:

@@ -69,6 +69,25 @@ def test_what_is_ignored_of_reasoning_items_is_listed() -> None:
             Code.BAD_REQUEST,
             "input[0].output[0].zorg",
         ),
+        (responses, {"input": [{**HI, "zorg": 1}]}, Code.BAD_REQUEST, "input[0].zorg"),
+        (
+            responses,
+            {"input": [HI, {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "zorg": 1}]},
+            Code.BAD_REQUEST,
+            "input[1].zorg",
+        ),
+        (
+            chat,
+            {"messages": [HI, {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "zorg": 1}]}]},
+            Code.BAD_REQUEST,
+            "messages[1].tool_calls[0].zorg",
+        ),
+        (
+            chat,
+            {"messages": [{"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "zorg": 1}}]}]},
+            Code.BAD_REQUEST,
+            "messages[0].tool_calls[0].function.zorg",
+        ),
         (messages, {"messages": [{**HI, "zorg": 1}]}, Code.BAD_REQUEST, "messages[0].zorg"),
         (messages, {"system": [{"type": "text", "text": "x", "zorg": 1}]}, Code.BAD_REQUEST, "system[0].zorg"),
         (
