@@ -54,11 +54,6 @@ class ProcessSpec:
     num_threads: int
     num_slots: int = DEFAULT_SLOTS
 
-    @property
-    def is_computing(self) -> bool:
-        """Whether it needs torch."""
-        return any(member.role in COMPUTING for member in self.members)
-
 
 def num_cores() -> int:
     """How many cores this process may use."""

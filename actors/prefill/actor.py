@@ -123,15 +123,14 @@ class Prefill(Actor):
                 del self._pulling[dispatch.request_id]
 
     def _queue(self, dispatch: Dispatch, prompt: bytes, envelope: Envelope) -> Dispatched:
-        tokens = np.frombuffer(prompt, dtype="<u4")
-        if len(tokens) != dispatch.num_prompt_tokens:
-            raise fail(Code.INTERNAL, f"{len(tokens)} prompt tokens came, {dispatch.num_prompt_tokens} were announced")
+        if not prompt or len(prompt) != 4 * dispatch.num_prompt_tokens:
+            raise fail(Code.INTERNAL, f"{len(prompt)} bytes came for {dispatch.num_prompt_tokens} prompt tokens")
         known = self._job(dispatch.request_id)
         if known is not None:
             if known.dispatch.epoch >= dispatch.epoch:
                 return Dispatched()
             raise fail(Code.DUPLICATE_REQUEST, f"an earlier dispatch of {dispatch.request_id} is still being freed")
-        self.batch.add(Job(dispatch, tokens))
+        self.batch.add(Job(dispatch, np.frombuffer(prompt, dtype="<u4")))
         span = tracer.start_span("prefill", context=envelope.context)
         span.set_attribute("shoal.replica", self.id)
         self._spans[dispatch.request_id] = (span, self._child("prefill queue", span))

@@ -7,16 +7,19 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from actors.decode.actor import Decode
 from actors.prefill.actor import Prefill
 from bus.bulk import MemoryBulk
 from bus.bus import BusError
+from bus.subjects import DISPATCH
 from kernels.timed import StepCost
 from run.virtual import run_virtual
 from schemas.bulk import Handle, Payload
 from schemas.failure import Code
 from schemas.request import Cancelled, CancelReason, Failed, Finished, FinishReason, Limits, Sampling
+from tests.actors.builders import dispatch as build_dispatch
 from tests.actors.builders import prompt_bytes, submit
 from tests.actors.core import core, quiet
 
@@ -76,6 +79,21 @@ def test_a_prompt_over_the_limit_is_a_typed_error() -> None:
             tokens, end = await system.finish(submit("r1", num_tokens=1000))
             assert tokens == [] and isinstance(end, Failed) and end.failure.code is Code.CONTEXT_LENGTH
             assert await quiet(system) == {}
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(("sent", "announced"), [(b"", 0), (b"", 5), (b"abc", 1), (b"abcdefgh", 1), (b"abcde", 1)])
+def test_a_prompt_that_is_not_what_was_announced_takes_nobody_down(sent: bytes, announced: int) -> None:
+    async def main() -> None:
+        async with core() as system:
+            dispatch = structs.replace(
+                build_dispatch(), prompt=Payload(inline=sent), num_prompt_tokens=announced
+            )
+            with pytest.raises(BusError) as refused:
+                await system.listener.bus.ask(DISPATCH.at("p0"), dispatch, timeout_s=5)
+            assert refused.value.code is Code.INTERNAL
+            assert (await system.finish(submit("r1")))[1] == LENGTH
 
     run_virtual(main())
 
