@@ -10,6 +10,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from kernels.keys import ConfigError as ConfigError
+from kernels.keys import convert, convert_fields
+from kernels.vision_config import VisionConfig
+
 # Values that the arithmetic here is written for: another one is another model, not an option.
 _FIXED: dict[str, Any] = {
     "num_key_value_heads": 1,
@@ -21,11 +25,8 @@ _FIXED: dict[str, Any] = {
     "tie_word_embeddings": False,
     "attention_bias": False,
 }
-_TOP_LEVEL = ("bos_token_id", "eos_token_id", "pad_token_id")
-
-
-class ConfigError(ValueError):
-    """config.json is missing, is not JSON, lacks a key, or holds a value this model cannot have."""
+_TOP_LEVEL = {name: name for name in ("bos_token_id", "eos_token_id", "pad_token_id", "image_token_id")}
+_TOP_LEVEL["vision"] = "vision_config"
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,11 @@ class LayerRole:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The keys of `config.json` (spec §1.1) under their published names; units and meanings as there."""
+    """The keys of `config.json` (spec §1.1) under their published names; units and meanings as there.
+
+    `vision` is its `vision_config`. Without one there are no images, and `image_token_id` is None whatever the file
+    says: that id is then a token like any other.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -118,6 +123,8 @@ class ModelConfig:
     dspark_markov_rank: int = 0
     dspark_n_routed_experts: int = 0
     dspark_num_experts_per_tok: int = 0
+    image_token_id: int | None = None
+    vision: VisionConfig | None = None
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelConfig:
@@ -145,12 +152,15 @@ class ModelConfig:
                 raise ConfigError(f"text_config.{key} must be {want!r}, not {text[key]!r}")
         values: dict[str, Any] = {}
         for field in dataclasses.fields(cls):
-            source, name = (top, field.name) if field.name in _TOP_LEVEL else (text, f"text_config.{field.name}")
-            if field.name not in source and field.default is not dataclasses.MISSING:
+            key = _TOP_LEVEL.get(field.name, field.name)
+            source, name = (top, key) if field.name in _TOP_LEVEL else (text, f"text_config.{key}")
+            if key not in source and field.default is not dataclasses.MISSING:
                 continue
-            if field.name not in source:
+            if key not in source:
                 raise ConfigError(f"{name} is missing")
-            values[field.name] = _convert(name, str(field.type), source[field.name])
+            values[field.name] = _read(name, str(field.type), source[key])
+        if values.get("vision") is None:
+            values["image_token_id"] = None
         config = cls(**values)
         config._check()
         return config
@@ -209,6 +219,7 @@ class ModelConfig:
         need(self.num_experts_per_tok <= self.n_routed_experts, "num_experts_per_tok exceeds n_routed_experts")
         need(len(self.engram_num_embeddings) == len(self.engram_layer_ids), "engram_num_embeddings: one per layer")
         self._check_drafts(need)
+        self._check_vision()
         first = next((layer for layer, ratio in enumerate(ratios) if ratio), None)
         if first is None:
             return
@@ -245,21 +256,21 @@ class ModelConfig:
             "dspark_target_layer_ids must name backbone layers",
         )
 
+    def _check_vision(self) -> None:
+        if self.vision is None:
+            return
+        self.vision.check()
+        if self.image_token_id is None:
+            raise ConfigError("image_token_id is missing")
+        if not 0 <= self.image_token_id < self.vocab_size:
+            raise ConfigError("image_token_id is not in the vocabulary")
 
-def _convert(name: str, kind: str, value: Any) -> Any:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if kind == "int" and number and value == int(value):
-        return int(value)
-    if kind == "float" and number:
-        return float(value)
-    if kind == "tuple[int, ...]" and isinstance(value, list) and all(type(item) is int for item in value):
-        return tuple(value)
+
+def _read(name: str, kind: str, value: Any) -> Any:
     if kind == "RopeScaling" and isinstance(value, dict):
         if value.get("rope_type", "yarn") != "yarn":
             raise ConfigError(f"{name}.rope_type must be 'yarn', not {value['rope_type']!r}")
-        fields = dataclasses.fields(RopeScaling)
-        missing = [field.name for field in fields if field.name not in value]
-        if missing:
-            raise ConfigError(f"{name}.{missing[0]} is missing")
-        return RopeScaling(**{f.name: _convert(f"{name}.{f.name}", str(f.type), value[f.name]) for f in fields})
-    raise ConfigError(f"{name} must be {kind}, not {value!r}")
+        return RopeScaling(**convert_fields(name, RopeScaling, value))
+    if kind == "VisionConfig | None" and isinstance(value, dict):
+        return VisionConfig(**convert_fields(name, VisionConfig, value))
+    return convert(name, kind, value)

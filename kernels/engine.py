@@ -4,6 +4,7 @@ An engine holds the state of requests in slots. One actor owns it and calls it f
 are awaitable, so the caller's loop answers while they compute.
 
     engine.admit("r1", num_tokens=300, sampling)          # OK | LATER | NEVER
+    engine.attach("r1", [ImageRows(17, embeddings)])      # a prompt with images: what an Encoder made of them
     await engine.prefill([Chunk("r1", tokens)])           # as many chunks as you like, of many requests at once
     state = await engine.export("r1"); engine.free("r1")
     ...
@@ -22,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 Tokens = npt.NDArray[np.uint32]
+Pixels = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,14 @@ class Chunk:
 
     key: str
     tokens: Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRows:
+    """What an Encoder made of one image, and the position in the prompt of the first token of its span."""
+
+    start: int
+    embeddings: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +94,15 @@ class Engine(Protocol):
         """Reserve a slot for prompt plus output of `num_tokens`. On anything but OK nothing changed."""
         ...
 
+    def attach(self, key: str, images: Sequence[ImageRows]) -> None:
+        """Give the images of an admitted request's prompt, once, before its first chunk.
+
+        Their rows take the place of token embeddings; the prompt has the model's image token at all their positions.
+        Raises ValueError, before anything changes, for a request with state, rows of the wrong size, or spans that
+        overlap or reach past the reservation.
+        """
+        ...
+
     async def prefill(self, chunks: Sequence[Chunk]) -> int:
         """One batched step over all chunks; the elapsed nanoseconds. Any cut of a prompt gives the same state."""
         ...
@@ -102,6 +121,26 @@ class Engine(Protocol):
 
     def free(self, key: str) -> None:
         """Let go of a slot. Idempotent. Not while a step is running."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of everything. Idempotent, also after a failed start."""
+        ...
+
+
+class Encoder(Protocol):
+    """What vision actors drive: images to the rows that stand for them in a prompt. One call at a time."""
+
+    async def start(self) -> None:
+        """Load weights and warm up."""
+        ...
+
+    async def encode(self, images: Sequence[Pixels]) -> list[bytes]:
+        """The rows of each image's whole span, delimiters included: fp32 [num_tokens, hidden_size], little-endian.
+
+        An image is uint8 [height, width, 3], RGB, sized as the model wants it. Its rows do not depend on the others.
+        Raises ValueError for any other shape or type, before anything is computed.
+        """
         ...
 
     async def close(self) -> None:
