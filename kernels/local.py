@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import safetensors
 import safetensors.torch
@@ -24,10 +21,9 @@ from kernels.model import ComputeDtype, Model, load_model
 from kernels.ops.sample import sample
 from kernels.requests import NONE, Request, Requests, check_restored
 from kernels.seal import seal, unseal
+from kernels.thread import ComputeThread
 
 _STATE_REVISION = 1  # of what export writes; raise it whenever that changes
-
-T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -75,8 +71,7 @@ class LocalEngine:
             max_step_tokens=max_step_tokens,
         )
         self._requests = Requests(_Request)
-        # The thread count of torch belongs to the thread that computes.
-        self._thread = ThreadPoolExecutor(1, "engine", initializer=torch.set_num_threads, initargs=(num_threads,))
+        self._thread = ComputeThread("engine", num_threads)
         self._model: Model | None = None
         self._pool: StatePool | None = None
 
@@ -86,7 +81,7 @@ class LocalEngine:
 
     async def start(self) -> None:
         """Load the weights and run one small step. Raises ConfigError or CheckpointError."""
-        await self._compute(self._load)
+        await self._thread.run(self._load)
 
     def admit(self, key: str, num_tokens: int, sampling: Sampling) -> Admission:
         _, pool = self._loaded()
@@ -99,21 +94,21 @@ class LocalEngine:
         requests = self._requests.to_prefill(chunks)
         if not requests:
             return 0
-        return await self._compute(lambda: self._prefill(requests, chunks))
+        return await self._thread.run(lambda: self._prefill(requests, chunks))
 
     async def export(self, key: str) -> bytes:
         request = self._requests.to_export(key)
-        return await self._compute(lambda: self._export(request))
+        return await self._thread.run(lambda: self._export(request))
 
     async def restore(self, key: str, state: bytes) -> None:
         request = self._requests.to_restore(key)
-        await self._compute(lambda: self._restore(request, state))
+        await self._thread.run(lambda: self._restore(request, state))
 
     async def decode(self, keys: Sequence[str]) -> list[list[int]]:
         requests = self._requests.to_decode(keys)
         if not requests:
             return []
-        return await self._compute(lambda: self._decode(requests))
+        return await self._thread.run(lambda: self._decode(requests))
 
     def free(self, key: str) -> None:
         request = self._requests.pop(key)
@@ -121,19 +116,9 @@ class LocalEngine:
             self._pool.free(request.slot)
 
     async def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.close()
         self._requests = Requests(_Request)
         self._model = self._pool = None
-
-    async def _compute(self, work: Callable[[], T]) -> T:
-        """Run `work` in the engine's thread. When cancelled, it still ends before this returns."""
-        future = asyncio.get_running_loop().run_in_executor(self._thread, work)
-        try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            while not future.done():
-                await asyncio.wait([future])
-            raise
 
     def _loaded(self) -> tuple[Model, StatePool]:
         if self._model is None or self._pool is None:
