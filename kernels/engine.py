@@ -3,7 +3,7 @@
 An engine holds the state of requests in slots. One actor owns it and calls it from one task, one step at a time; steps
 are awaitable, so the caller's loop answers while they compute.
 
-    engine.admit("r1", num_tokens=300, sampling)          # OK | LATER | NEVER
+    engine.admit("r1", 300, sampling, bounded_prompt=200) # OK | LATER | NEVER
     engine.attach("r1", [ImageRows(17, embeddings)])      # a prompt with images: what an Encoder made of them
     await engine.prefill([Chunk("r1", tokens)])           # as many chunks as you like, of many requests at once
     state = await engine.export("r1"); engine.free("r1")
@@ -90,8 +90,13 @@ class Engine(Protocol):
         """Load weights and warm up."""
         ...
 
-    def admit(self, key: str, num_tokens: int, sampling: Sampling) -> Admission:
-        """Reserve a slot for prompt plus output of `num_tokens`. On anything but OK nothing changed."""
+    def admit(self, key: str, num_tokens: int, sampling: Sampling, *, bounded_prompt: int = 0) -> Admission:
+        """Reserve a slot for prompt plus output of `num_tokens`. On anything but OK nothing changed.
+
+        bounded_prompt: the length of the prompt that is going to be computed here, when its decoder layers may compute
+        its last window only (bounded replay, spec §5: about half the work, approximate). 0: every layer computes
+        every token, which is exact.
+        """
         ...
 
     def attach(self, key: str, images: Sequence[ImageRows]) -> None:
@@ -108,7 +113,10 @@ class Engine(Protocol):
         ...
 
     async def export(self, key: str) -> bytes:
-        """The state of a request, complete: whoever restores it goes on with the same tokens."""
+        """The state of a request, complete: whoever restores it goes on with the same tokens.
+
+        Raises ValueError for a bounded prompt that is not computed to its end.
+        """
         ...
 
     async def restore(self, key: str, state: bytes) -> None:
@@ -116,7 +124,11 @@ class Engine(Protocol):
         ...
 
     async def decode(self, keys: Sequence[str]) -> list[list[int]]:
-        """One batched step: the new tokens of each request, one or more each, end-of-sequence token included."""
+        """One batched step: the new tokens of each request, one or more each, end-of-sequence token included.
+
+        How many there are depends on how well they were foreseen; which they are does not. What follows an
+        end-of-sequence token is what the model would go on with.
+        """
         ...
 
     def free(self, key: str) -> None:

@@ -18,12 +18,12 @@ from kernels.cache import StatePool
 from kernels.config import ModelConfig
 from kernels.engine import Admission, Chunk, EngineInfo, Sampling, StateError
 from kernels.model import ComputeDtype, Model, load_model
-from kernels.ops.sample import sample
 from kernels.requests import NONE, Request, Requests, check_restored
 from kernels.seal import seal, unseal
 from kernels.thread import ComputeThread
+from kernels.verify import verify
 
-_STATE_REVISION = 1  # of what export writes; raise it whenever that changes
+_STATE_REVISION = 2  # of what export writes; raise it whenever that changes
 
 
 @dataclass(slots=True)
@@ -37,8 +37,8 @@ class _Request(Request):
 class LocalEngine:
     """The Engine contract over a checkpoint folder.
 
-    Batch-invariant: a request's tokens are the same alone or in a batch, however its prompt is cut, and after an export
-    and restore at any point, also between two generated tokens.
+    Batch-invariant: a request's tokens are the same alone or in a batch, however its prompt is cut, with or without
+    drafts, and after an export and restore at any point, also between two generated tokens.
 
     Methods that find a call out of order raise before anything changes. Cancelling a step waits for its end, so that
     the slot of a cancelled request can be freed at once. A step that fails for another reason leaves its requests
@@ -53,17 +53,20 @@ class LocalEngine:
         max_step_tokens: int,
         num_threads: int = 1,
         compute_dtype: ComputeDtype = "fp32",
+        drafts: bool = True,
     ) -> None:
         """Reads only config.json and shoal.json; `start` loads the weights. Raises ConfigError.
 
-        num_slots: requests held at once; max_step_tokens: the most tokens of one prefill step; num_threads: cores.
+        num_slots: requests held at once; max_step_tokens: the most tokens of one prefill step; num_threads: cores;
+        drafts: use the draft stages, where the checkpoint has them.
         """
         self._folder = Path(folder)
         self._compute_dtype: ComputeDtype = compute_dtype
         self._config = ModelConfig.from_folder(self._folder)
+        self._drafts = drafts and self._config.num_nextn_predict_layers > 0
         self._info = EngineInfo(
             model=_model_name(self._folder),
-            layout=_layout(self._config, compute_dtype),
+            layout=_layout(self._config, compute_dtype, self._drafts),
             vocab_size=self._config.vocab_size,
             eos_token=self._config.eos_token_id,
             max_tokens=self._config.max_position_embeddings,
@@ -83,11 +86,13 @@ class LocalEngine:
         """Load the weights and run one small step. Raises ConfigError or CheckpointError."""
         await self._thread.run(self._load)
 
-    def admit(self, key: str, num_tokens: int, sampling: Sampling) -> Admission:
+    def admit(self, key: str, num_tokens: int, sampling: Sampling, *, bounded_prompt: int = 0) -> Admission:
         _, pool = self._loaded()
-        admission = self._requests.admit(key, num_tokens, sampling, self._info)
+        admission = self._requests.admit(key, num_tokens, sampling, self._info, bounded_prompt)
         if admission is Admission.OK:
-            self._requests[key].slot = pool.alloc()
+            slot = self._requests[key].slot = pool.alloc()
+            if bounded_prompt:
+                pool.plan_replay(slot, bounded_prompt)
         return admission
 
     async def prefill(self, chunks: Sequence[Chunk]) -> int:
@@ -129,7 +134,10 @@ class LocalEngine:
 
     def _load(self) -> None:
         model = load_model(self._folder, compute_dtype=self._compute_dtype)
-        pool = StatePool(self._config, self._info.num_slots, self._info.max_tokens)
+        most_drafts = self._config.dspark_block_size if self._drafts else 0
+        pool = StatePool(
+            self._config, self._info.num_slots, self._info.max_tokens, most_drafts, drafts=self._drafts
+        )
         slot = pool.alloc()
         model.logits(model.forward(Batch.last_rows([(slot, 0, [self._config.bos_token_id])]), pool))
         pool.free(slot)
@@ -149,26 +157,38 @@ class LocalEngine:
         return time.perf_counter_ns() - started_ns
 
     def _decode(self, requests: list[_Request]) -> list[list[int]]:
-        """Feed the last sampled tokens of those that have one, then sample the next of all."""
+        """Feed the last token of those that have sampled one, and what is drafted behind it; sample what follows."""
         model, pool = self._loaded()
         fed = [request for request in requests if request.last != NONE]
-        if fed:
-            runs = [(request.slot, request.num_tokens, [request.last]) for request in fed]
-            for request, row in zip(fed, model.forward(Batch.last_rows(runs), pool), strict=True):
-                request.num_tokens += 1
-                request.hidden = row
-        rows = torch.stack([request.hidden for request in requests if request.hidden is not None])
-        tokens = sample(
-            model.logits(rows),
-            torch.tensor([request.sampling.temperature for request in requests], dtype=torch.float32),
-            torch.tensor([request.sampling.top_p for request in requests], dtype=torch.float32),
-            torch.tensor([request.sampling.seed for request in requests], dtype=torch.int64),
-            torch.tensor([request.num_tokens for request in requests], dtype=torch.int64),
-        )
-        picked: list[int] = tokens.tolist()
-        for request, token in zip(requests, picked, strict=True):
-            request.last, request.hidden = token, None
-        return [[token] for token in picked]
+        fresh = [request for request in requests if request.last == NONE]
+        drafts = self._draft(fed)
+        runs = [
+            (request.slot, request.num_tokens, [request.last, *drafted])
+            for request, drafted in zip(fed, drafts, strict=True)
+        ]
+        rows = [model.forward(Batch.all_rows(runs), pool)] if runs else []
+        # Of the others the last prompt row is at hand, as if that token were fed now.
+        rows += [request.hidden[None] for request in fresh if request.hidden is not None]
+        starts = [request.num_tokens for request in fed] + [request.num_tokens - 1 for request in fresh]
+        ordered = [*fed, *fresh]
+        drafts += [[] for _ in fresh]
+        found = verify(model.logits(torch.cat(rows)), drafts, starts, [request.sampling for request in ordered])
+        for request, start, tokens in zip(ordered, starts, found, strict=True):
+            request.num_tokens = start + len(tokens)
+            pool.truncate(request.slot, request.num_tokens)
+            request.last, request.hidden = tokens[-1], None
+        new = {request.slot: tokens for request, tokens in zip(ordered, found, strict=True)}
+        return [new[request.slot] for request in requests]
+
+    def _draft(self, requests: list[_Request]) -> list[list[int]]:
+        """What may follow the last token of each: the whole block of proposals, as far as there is room for it."""
+        model, pool = self._loaded()
+        room = [max(0, request.num_reserved - request.num_tokens - 1) for request in requests]
+        if model.drafter is None or not self._drafts or not any(room):
+            return [[] for _ in requests]
+        runs = [(request.slot, request.last) for request in requests]
+        tokens = model.drafter.draft(runs, [request.sampling for request in requests], pool).tokens.tolist()
+        return [drafted[:most] for drafted, most in zip(tokens, room, strict=True)]
 
     def _export(self, request: _Request) -> bytes:
         _, pool = self._loaded()
@@ -211,7 +231,7 @@ def _model_name(folder: Path) -> str:
     return str(card.get("model", folder.resolve().name))
 
 
-def _layout(config: ModelConfig, compute_dtype: ComputeDtype) -> str:
+def _layout(config: ModelConfig, compute_dtype: ComputeDtype, drafts: bool) -> str:
     """Equal for engines whose exported states mean the same: revision of the format, configuration, arithmetic."""
-    digest = hashlib.sha256(repr((config, compute_dtype)).encode()).hexdigest()
+    digest = hashlib.sha256(repr((config, compute_dtype, drafts)).encode()).hexdigest()
     return f"shoal-{_STATE_REVISION}-{digest[:16]}"

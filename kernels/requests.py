@@ -13,10 +13,14 @@ NONE = -1  # no token
 
 @dataclass(slots=True)
 class Request:
-    """One admitted request: `num_tokens` of its state are computed, `last` is sampled and not yet fed (or NONE)."""
+    """One admitted request: `num_tokens` of its state are computed, `last` is sampled and not yet fed (or NONE).
+
+    Of its first `bounded_prompt` tokens the decoder layers compute the last window only.
+    """
 
     num_reserved: int
     sampling: Sampling
+    bounded_prompt: int = 0
     num_tokens: int = 0
     last: int = NONE
 
@@ -27,7 +31,7 @@ R = TypeVar("R", bound=Request)
 class Requests(Generic[R]):
     """Admitted requests by key. Every check comes before any change, so a refused call changes nothing."""
 
-    def __init__(self, make: Callable[[int, Sampling], R]) -> None:
+    def __init__(self, make: Callable[[int, Sampling, int], R]) -> None:
         self._make = make
         self._requests: dict[str, R] = {}
 
@@ -37,17 +41,21 @@ class Requests(Generic[R]):
     def __getitem__(self, key: str) -> R:
         return self._requests[key]
 
-    def admit(self, key: str, num_tokens: int, sampling: Sampling, info: EngineInfo) -> Admission:
-        """Raises ValueError when the key is admitted already or `num_tokens` is not positive."""
+    def admit(
+        self, key: str, num_tokens: int, sampling: Sampling, info: EngineInfo, bounded_prompt: int
+    ) -> Admission:
+        """Raises ValueError when the key is admitted already, or for numbers that make no sense."""
         if key in self._requests:
             raise ValueError(f"request {key} is already admitted")
         if num_tokens < 1:
             raise ValueError(f"request {key} reserves {num_tokens} tokens")
+        if not 0 <= bounded_prompt <= num_tokens:
+            raise ValueError(f"request {key} reserves {num_tokens} tokens for a prompt of {bounded_prompt}")
         if num_tokens > info.max_tokens:
             return Admission.NEVER
         if len(self._requests) >= info.num_slots:
             return Admission.LATER
-        self._requests[key] = self._make(num_tokens, sampling)
+        self._requests[key] = self._make(num_tokens, sampling, bounded_prompt)
         return Admission.OK
 
     def pop(self, key: str) -> R | None:
@@ -71,6 +79,7 @@ class Requests(Generic[R]):
         for key, request in zip(keys, requests, strict=True):
             if request.num_tokens == 0:
                 raise ValueError(f"request {key} has no prompt")
+            _check_whole(key, request)
             _check_room(key, request, int(request.last != NONE))
         return requests
 
@@ -79,6 +88,7 @@ class Requests(Generic[R]):
         request = self._requests[key]
         if request.num_tokens == 0:
             raise ValueError(f"request {key} has no state")
+        _check_whole(key, request)
         return request
 
     def to_restore(self, key: str) -> R:
@@ -86,6 +96,8 @@ class Requests(Generic[R]):
         request = self._requests[key]
         if request.num_tokens:
             raise ValueError(f"request {key} has state already")
+        if request.bounded_prompt:
+            raise ValueError(f"request {key} was admitted with a bounded prompt, which is computed from its start")
         return request
 
     def _distinct(self, keys: Sequence[str]) -> list[R]:
@@ -99,6 +111,11 @@ def check_restored(request: Request, num_tokens: int) -> None:
     """Raises StateError when a state of `num_tokens` has no room in the request."""
     if not 1 <= num_tokens <= request.num_reserved:
         raise StateError(f"a state of {num_tokens} tokens does not fit in the {request.num_reserved} reserved")
+
+
+def _check_whole(key: str, request: Request) -> None:
+    if request.num_tokens < request.bounded_prompt:
+        raise ValueError(f"request {key}: {request.num_tokens} of {request.bounded_prompt} prompt tokens are computed")
 
 
 def _check_room(key: str, request: Request, num_tokens: int) -> None:

@@ -56,8 +56,8 @@ class TimedEngine:
     async def start(self) -> None:
         pass
 
-    def admit(self, key: str, num_tokens: int, sampling: Sampling) -> Admission:
-        return self._requests.admit(key, num_tokens, sampling, self._info)
+    def admit(self, key: str, num_tokens: int, sampling: Sampling, *, bounded_prompt: int = 0) -> Admission:
+        return self._requests.admit(key, num_tokens, sampling, self._info, bounded_prompt)
 
     async def prefill(self, chunks: Sequence[Chunk]) -> int:
         requests = self._requests.to_prefill(chunks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -43,17 +43,23 @@ async def generate(
     assert engine.admit(key, len(prompt) + num_output, sampling) is Admission.OK
     for start in range(0, len(prompt), cut or len(prompt)):
         await engine.prefill([Chunk(key, prompt[start : start + (cut or len(prompt))])])
-    output = await step(engine, key, num_output)
+    output = await extend(engine, [key], num_output)
     engine.free(key)
-    return output
+    return output[key]
 
 
-async def step(engine: Engine, key: str, num_steps: int) -> list[int]:
-    output: list[int] = []
-    for _ in range(num_steps):
-        (new,) = await engine.decode([key])
-        output += new
-    return output
+async def extend(engine: Engine, keys: Sequence[str], num_tokens: int) -> dict[str, list[int]]:
+    """Step, turning the order round each time, until each has that many new tokens; the first so many of each."""
+    output: dict[str, list[int]] = {key: [] for key in keys}
+    while left := [key for key in keys if len(output[key]) < num_tokens]:
+        for key, new in zip(left, await engine.decode(left), strict=True):
+            output[key] += new
+        keys = list(reversed(keys))
+    return {key: tokens[:num_tokens] for key, tokens in output.items()}
+
+
+async def step(engine: Engine, key: str, num_tokens: int) -> list[int]:
+    return (await extend(engine, [key], num_tokens))[key]
 
 
 @pytest.mark.parametrize("make", [local, timed])
@@ -153,9 +159,8 @@ class TestEngine:
                 await engine.prefill([Chunk("r", tokens(1))])
             with pytest.raises(ValueError, match="once only"):
                 await engine.decode(["r", "r"])
-            await step(engine, "r", 2)
             with pytest.raises(ValueError, match="reserved 10 tokens, 11 are needed"):
-                await engine.decode(["r"])
+                await step(engine, "r", 4)
             with pytest.raises(ValueError, match="state already"):
                 await engine.restore("r", await engine.export("r"))
             assert await engine.decode([]) == []
@@ -172,40 +177,36 @@ class TestEngine:
             for key, prompt in prompts.items():
                 assert engine.admit(key, len(prompt) + 6, sampling) is Admission.OK
             await engine.prefill([Chunk(key, prompt) for key, prompt in prompts.items()])
-            together: dict[str, list[int]] = {key: [] for key in prompts}
-            for number in range(6):
-                keys = list(prompts) if number % 2 else list(reversed(prompts))
-                for key, new in zip(keys, await engine.decode(keys), strict=True):
-                    together[key] += new
-            assert together == alone
+            assert await extend(engine, list(prompts), 6) == alone
             assert len({tuple(output) for output in alone.values()}) == len(alone)
 
         self.drive(make, body)
 
     @pytest.mark.parametrize("sampling", [GREEDY, WARM])
-    @pytest.mark.parametrize("num_before", [0, 1, 4])
-    def test_export_and_restore_at_any_point(self, make: Make, sampling: Sampling, num_before: int) -> None:
+    @pytest.mark.parametrize("num_steps", [0, 1, 4])
+    def test_export_and_restore_at_any_point(self, make: Make, sampling: Sampling, num_steps: int) -> None:
         async def body(engine: Engine) -> None:
-            prompt = tokens(133)
-            whole = await generate(engine, "whole", prompt, 9, sampling)
+            prompt, output = tokens(133), list[int]()
+            whole = await generate(engine, "whole", prompt, 24, sampling)
             other = make()
             await other.start()
-            assert engine.admit("r", 142, sampling) is Admission.OK
+            assert engine.admit("r", 157, sampling) is Admission.OK
             await engine.prefill([Chunk("r", prompt)])
-            output = await step(engine, "r", num_before)
+            for _ in range(num_steps):
+                (new,) = await engine.decode(["r"])
+                output += new
             state = await engine.export("r")
             assert state == await engine.export("r")
-            assert other.admit("neighbour", 30, WARM) is Admission.OK
+            num_before = len(output)
+            assert other.admit("neighbour", 200, WARM) is Admission.OK
             await other.prefill([Chunk("neighbour", tokens(20, 9))])
-            assert other.admit("r", 142, sampling) is Admission.OK
+            assert other.admit("r", 157, sampling) is Admission.OK
             await other.restore("r", state)
             assert await other.export("r") == state
-            for _ in range(9 - num_before):
-                new, _ = await other.decode(["r", "neighbour"])
-                output += new
+            output += (await extend(other, ["r", "neighbour"], 24 - num_before))["r"]
             assert output == whole
             # The source goes on as if nothing had happened.
-            assert await step(engine, "r", 9 - num_before) == whole[num_before:]
+            assert await step(engine, "r", 24 - num_before) == whole[num_before:]
             await other.close()
 
         self.drive(make, body)
@@ -220,6 +221,36 @@ class TestEngine:
             await engine.restore("b", await engine.export("a"))
             await engine.prefill([Chunk("b", prompt[131:])])
             assert await step(engine, "b", 4) == whole
+
+        self.drive(make, body)
+
+    @pytest.mark.parametrize("sampling", [GREEDY, WARM])
+    def test_a_bounded_prompt(self, make: Make, sampling: Sampling) -> None:
+        """Any cut gives the same; it is left neither before its end, nor entered by the way of another's state."""
+
+        async def body(engine: Engine) -> None:
+            outputs = []
+            for number, cut in enumerate([300, 128, 131, 299]):
+                key = f"r{number}"
+                assert engine.admit(key, 310, sampling, bounded_prompt=300) is Admission.OK
+                for start in range(0, 300, cut):
+                    if start:
+                        with pytest.raises(ValueError, match=f"{start} of 300 prompt tokens"):
+                            await engine.export(key)
+                        with pytest.raises(ValueError, match=f"{start} of 300 prompt tokens"):
+                            await engine.decode([key])
+                    await engine.prefill([Chunk(key, tokens(300)[start : start + cut])])
+                outputs.append(await step(engine, key, 8))
+            assert outputs[1:] == outputs[:1] * 3
+            with pytest.raises(ValueError, match="310 tokens for a prompt of 311"):
+                engine.admit("long", 310, sampling, bounded_prompt=311)
+            assert engine.admit("late", 310, sampling, bounded_prompt=300) is Admission.OK
+            with pytest.raises(ValueError, match="computed from its start"):
+                await engine.restore("late", await engine.export("r0"))
+            engine.free("r1")
+            assert engine.admit("other", 310, sampling) is Admission.OK
+            await engine.restore("other", await engine.export("r0"))
+            assert await step(engine, "other", 2) == await step(engine, "r0", 2)
 
         self.drive(make, body)
 
