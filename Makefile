@@ -30,6 +30,7 @@ check: $(STAMP) ## ruff and mypy strict
 bench: $(STAMP) ## the benchmarks, one table each
 	@$(BIN)/shoal bench bus
 	@$(BIN)/shoal bench frontend
+	@$(BIN)/shoal bench engine
 
 clean: ## remove the environment and all state
 	rm -rf $(VENV) .shoal
