@@ -24,7 +24,7 @@ def shoal(*arguments: str, folder: Path, **environment: str) -> subprocess.Compl
     )
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "bench frontend"])
+@pytest.mark.parametrize("command", [*COMMANDS, "bench frontend", "bench engine"])
 def test_every_command_has_help(command: str, tmp_path: Path) -> None:
     done = shoal(*command.split(), "--help", folder=tmp_path)
     assert done.returncode == 0, done.stderr
