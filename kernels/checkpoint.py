@@ -1,99 +1,129 @@
-"""Reading a checkpoint folder in the official layout: safetensors files and their tensor names (spec §1.3)."""
+"""Reading the values of a checkpoint folder in the official layout (spec §1.3)."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from kernels.audit import audit, refuse
+from kernels.config import ModelConfig
 from kernels.ops.quant import dequantize_blocks, dequantize_fp4
+from kernels.shards import CheckpointError as CheckpointError
+from kernels.shards import read_shards
+from kernels.tensors import FP8, PACKED, PLAIN
 
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
-_PLAIN = (torch.bfloat16, torch.float32, torch.float16)
-
-
-class CheckpointError(ValueError):
-    """A file or tensor of the checkpoint is missing, unreadable or misshapen; the message names both."""
+_NAN_SCALE = 255
+_CHUNK_ROWS = 1 << 20
 
 
 class Weight(NamedTuple):
-    """A matrix `[n, k]` in fp32, and whether it is stored quantised: then its input is quantised too."""
+    """A matrix `[n, k]` in fp32, or one per expert, and whether it is stored quantised: then its input is too."""
 
     values: torch.Tensor
     quantized: bool
 
 
 class Checkpoint:
-    """The tensors of a folder by name, read when asked for. Raises CheckpointError."""
+    """The tensors of a folder by name. Files are mapped into memory: what nobody asks for is never read.
+
+    Every method raises CheckpointError, which names file and tensor, also when a value is not a number.
+    """
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
+        """Reads the index and the headers of all files."""
+        self._shards = read_shards(folder)
+        refuse(self._shards.problems)
+        if self._shards.index_only:
+            raise CheckpointError(f"{self._shards.path}: none of its files is there")
         self._open: dict[Path, Any] = {}
-        index = self.folder / _INDEX
-        if index.exists():
-            try:
-                names: dict[str, str] = json.loads(index.read_text())["weight_map"]
-            except (ValueError, KeyError, TypeError) as error:
-                raise CheckpointError(f"{index}: no weight_map: {error}") from None
-            self._files = {name: self.folder / file for name, file in names.items()}
-        else:
-            path = self.folder / _SINGLE
-            self._files = dict.fromkeys(self._handle(path).keys(), path)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._files
+        return name in self._shards.entries
+
+    def verify(self, config: ModelConfig) -> None:
+        """Hold all names, shapes and types against `config`; one error lists all that is wrong."""
+        refuse(audit(config, self._shards))
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
-        """A BF16, FP16 or FP32 tensor of `shape`, as contiguous fp32."""
-        value = self.raw(name, shape)
-        if value.dtype not in _PLAIN:
-            raise CheckpointError(f"{self._files[name]}: {name} is {value.dtype}, expected BF16 or FP32")
-        return value.to(torch.float32).contiguous()
+        """A BF16 or FP32 tensor of `shape`, as contiguous fp32."""
+        value = self._stored(name, shape, PLAIN).to(torch.float32).contiguous()
+        self._check_numbers(name, value)
+        return value
 
     def matrix(self, name: str, n: int, k: int) -> Weight:
         """The `{name}.weight` `[n, k]` of a linear layer: plain, or FP8 (E4M3) or packed FP4 with `{name}.scale`."""
-        weight = f"{name}.weight"
-        if weight not in self._files:
-            raise CheckpointError(f"{self.folder}: tensor {weight} is missing")
-        dtype = self._dtype(weight)
-        if dtype == "F8_E4M3":
-            scale = self.raw(f"{name}.scale", (-(-n // 32), k // 32))
-            return Weight(dequantize_blocks(self.raw(weight, (n, k)), scale), True)
-        if dtype in ("I8", "U8"):
-            scale = self.raw(f"{name}.scale", (n, k // 32))
-            return Weight(dequantize_fp4(self.raw(weight, (n, k // 2)), scale), True)
-        return Weight(self.tensor(weight, n, k), False)
+        values = torch.empty(n, k)
+        return Weight(values, self._fill(values, name))
 
-    def raw(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """A tensor of `shape` in its stored type."""
-        if name not in self._files:
-            raise CheckpointError(f"{self.folder}: tensor {name} is missing")
-        path = self._files[name]
+    def experts(self, names: Sequence[str], parts: Sequence[str], n: int, k: int) -> Weight:
+        """The matrices `{name}.{part}` `[n, k]` as `[names, parts * n, k]`: of some experts, no other is touched."""
+        values = torch.empty(len(names), len(parts), n, k)
+        quantized = [
+            self._fill(values[row, column], f"{name}.{part}")
+            for row, name in enumerate(names)
+            for column, part in enumerate(parts)
+        ]
+        return Weight(values.flatten(1, 2), all(quantized))
+
+    def table(self, name: str, rows: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """E4M3 codes `[rows, dim]` and E8M0 scales `[rows, dim / 32]`, both as stored: a row is read when looked up.
+
+        Scales are checked now, which reads them; codes are not.
+        """
+        codes = self._stored(f"{name}.weight", (rows, dim), (FP8,))
+        return codes, self._scale(name, rows, dim // 32)
+
+    def _fill(self, values: torch.Tensor, name: str) -> bool:
+        """Read `{name}.weight` into `values` [n, k]; whether it is stored quantised."""
+        (n, k), weight = values.shape, f"{name}.weight"
+        dtype = self._shards.entries[weight].dtype if weight in self else ""
+        if dtype == FP8:
+            codes = self._stored(weight, (n, k), (FP8,))
+            values.copy_(dequantize_blocks(codes, self._scale(name, -(-n // 32), k // 32)))
+        elif dtype in PACKED:
+            codes = self._stored(weight, (n, k // 2), PACKED)
+            values.copy_(dequantize_fp4(codes, self._scale(name, n, k // 32)))
+        else:
+            values.copy_(self._stored(weight, (n, k), PLAIN))
+        self._check_numbers(weight, values)
+        return dtype not in PLAIN
+
+    def _scale(self, name: str, *shape: int) -> torch.Tensor:
+        name = f"{name}.scale"
+        scale = self._stored(name, shape, ("F8_E8M0",))
+        for start in range(0, len(scale), _CHUNK_ROWS):
+            bad = scale[start : start + _CHUNK_ROWS].view(torch.uint8) == _NAN_SCALE
+            if bool(bad.any()):
+                self._refuse_value(name, bad, start)
+        return scale
+
+    def _check_numbers(self, name: str, value: torch.Tensor) -> None:
+        # A sum is not a number as soon as one value is not, and costs no second array.
+        if bool(value.sum().isnan()) and bool(value.isnan().any()):
+            self._refuse_value(name, value.isnan(), 0)
+
+    def _refuse_value(self, name: str, bad: torch.Tensor, first_row: int) -> None:
+        place = bad.nonzero()[0].tolist()
+        place[0] += first_row
+        raise CheckpointError(f"{self._shards.files[name]}: {name} is not a number at {place}")
+
+    def _stored(self, name: str, shape: tuple[int, ...], dtypes: Sequence[str]) -> torch.Tensor:
+        """A tensor as it lies in its file: mapped, not read."""
+        entry = self._shards.entries.get(name)
+        if entry is None:
+            raise CheckpointError(f"{self._shards.path}: {name} is missing")
+        if entry.dtype not in dtypes:
+            raise CheckpointError(f"{entry.path}: {name} is {entry.dtype}, expected {' or '.join(dtypes)}")
+        if entry.shape != shape:
+            raise CheckpointError(f"{entry.path}: {name} has shape {list(entry.shape)}, expected {list(shape)}")
         try:
-            value: torch.Tensor = self._handle(path).get_tensor(name)
-        except SafetensorError as error:
-            raise CheckpointError(f"{path}: cannot read {name}: {error}") from None
-        if tuple(value.shape) != shape:
-            raise CheckpointError(f"{path}: {name} has shape {list(value.shape)}, expected {list(shape)}")
+            if entry.path not in self._open:
+                self._open[entry.path] = safe_open(entry.path, framework="pt")
+            value: torch.Tensor = self._open[entry.path].get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{entry.path}: cannot read {name}: {error}") from None
         return value
-
-    def _dtype(self, name: str) -> str:
-        path = self._files[name]
-        try:
-            return str(self._handle(path).get_slice(name).get_dtype())
-        except SafetensorError as error:
-            raise CheckpointError(f"{path}: cannot read {name}: {error}") from None
-
-    def _handle(self, path: Path) -> Any:
-        if path not in self._open:
-            try:
-                self._open[path] = safe_open(path, framework="pt")
-            except FileNotFoundError:
-                raise CheckpointError(f"{path}: not found") from None
-            except SafetensorError as error:
-                raise CheckpointError(f"{path}: not a safetensors file: {error}") from None
-        return self._open[path]

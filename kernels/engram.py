@@ -12,7 +12,7 @@ from kernels.projection import Projection
 
 
 class Engram:
-    """Weights of `layers.{i}.engram`; the table stays in FP8 and is dequantised row by row."""
+    """Weights of `layers.{i}.engram`; the table stays in its file, in FP8, and is read and dequantised row by row."""
 
     def __init__(
         self, config: ModelConfig, role: LayerRole, tables: HashTables, checkpoint: Checkpoint, rounding: Rounding
@@ -20,8 +20,7 @@ class Engram:
         self.tables, self.round = tables, rounding
         c, name = config, f"layers.{role.layer}.engram"
         rows, dim, streams = tables.num_rows, c.engram_head_dim, c.hc_mult
-        self.codes = checkpoint.raw(f"{name}.embed.weight", (rows, dim))
-        self.scale = checkpoint.raw(f"{name}.embed.scale", (rows, dim // 32))
+        self.codes, self.scale = checkpoint.table(f"{name}.embed", rows, dim)
         width = tables.primes.numel() * dim
         self.wkv = Projection(checkpoint.matrix(f"{name}.wkv", (streams + 1) * c.hidden_size, width))
         q_weight = checkpoint.tensor(f"{name}.q_weight", streams, c.hidden_size)

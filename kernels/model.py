@@ -160,10 +160,12 @@ class Model:
 
 
 def load_model(folder: str | Path, *, compute_dtype: ComputeDtype = "fp32") -> Model:
-    """Load a checkpoint folder in the official layout.
+    """Load a checkpoint folder in the official layout, after holding all its headers against its configuration.
 
     Raises ConfigError (a ValueError) for config.json and CheckpointError (a ValueError) for everything else.
     """
     config = ModelConfig.from_folder(folder)
     token_map = load_token_map(folder, config) if config.engram_layer_ids else None
-    return Model(config, Checkpoint(folder), token_map, compute_dtype)
+    checkpoint = Checkpoint(folder)
+    checkpoint.verify(config)
+    return Model(config, checkpoint, token_map, compute_dtype)

@@ -21,22 +21,16 @@ class MoE:
         c, name = config, f"{role.name}.ffn"
         gate = checkpoint.matrix(f"{name}.gate", role.num_experts, c.hidden_size)
         self.bias = checkpoint.tensor(f"{name}.gate.bias", role.num_experts)
-
-        def up(expert: str) -> Weight:
-            shape = (c.moe_intermediate_size, c.hidden_size)
-            w1, w3 = (checkpoint.matrix(f"{name}.{expert}.{part}", *shape) for part in ("w1", "w3"))
-            return Weight(torch.cat((w1.values, w3.values)), w1.quantized)
-
-        def down(expert: str) -> Weight:
-            return checkpoint.matrix(f"{name}.{expert}.w2", c.hidden_size, c.moe_intermediate_size)
-
-        routed = [f"experts.{expert}" for expert in range(role.num_experts)]
-        ups, downs = [up(expert) for expert in routed], [down(expert) for expert in routed]
-        self.w13 = torch.stack([weight.values for weight in ups])
-        self.w2 = torch.stack([weight.values for weight in downs])
-        self.quantize = fp8_qdq if ups[0].quantized else keep
-        self.w_in = Projection(up("shared_experts"), gate)
-        self.shared_w2 = Projection(down("shared_experts"))
+        routed = [f"{name}.experts.{expert}" for expert in range(role.num_experts)]
+        up = checkpoint.experts(routed, ("w1", "w3"), c.moe_intermediate_size, c.hidden_size)
+        down = checkpoint.experts(routed, ("w2",), c.hidden_size, c.moe_intermediate_size)
+        self.w13, self.w2 = up.values, down.values
+        self.quantize = fp8_qdq if up.quantized else keep
+        shared = checkpoint.experts([f"{name}.shared_experts"], ("w1", "w3"), c.moe_intermediate_size, c.hidden_size)
+        self.w_in = Projection(Weight(shared.values[0], shared.quantized), gate)
+        self.shared_w2 = Projection(
+            checkpoint.matrix(f"{name}.shared_experts.w2", c.hidden_size, c.moe_intermediate_size)
+        )
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """`x` [padded rows, dim], normed -> [padded rows, dim]; rows that only fill a tile get the shared part."""

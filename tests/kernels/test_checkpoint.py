@@ -56,7 +56,7 @@ def test_shards_and_fp32_norm_weights_load_alike(folder: Path, mini: Model) -> N
         ),
         (
             lambda t: t.update({"layers.0.attn_norm.weight": torch.ones(96).to(torch.float8_e4m3fn)}),
-            "layers.0.attn_norm.weight is torch.float8_e4m3fn, expected BF16 or FP32",
+            "layers.0.attn_norm.weight is F8_E4M3, expected BF16 or F32",
         ),
     ],
 )
