@@ -73,7 +73,7 @@ async def measure(folder: Path, num_threads: int) -> dict[str, Any]:
     bounded, exact = await _prefills(engine, lengths)
     steps_s = {n: await _decode(engine, n) for n in BATCHES}
     await engine.close()
-    found = {
+    found: dict[str, Any] = {
         "prefill_tok_s": {str(n): round(n / bounded[n]) for n in lengths if n in PREFILLS},
         "prefill_exact_tok_s": {str(n): round(n / exact[n]) for n in lengths if n in PREFILLS},
         "decode_tok_s": {str(n): round(n / steps_s[n][0], 1) for n in BATCHES},
@@ -254,4 +254,4 @@ _DRAFT_KEYS = ("decode_drafts_tok_s", "decode_drafts_tok_step")
 
 
 def _most(found: dict[str, Any], name: str) -> float:
-    return max(part.get(name, 0.0) / sum(part.values()) for part in found["ops"].values())
+    return max(float(part.get(name, 0.0) / sum(part.values())) for part in found["ops"].values())
