@@ -38,15 +38,22 @@ class TimedEngine:
     The token at a position is a fixed function of all tokens before it, of the seed when the temperature is not 0, and
     of nothing else: so lost, repeated or swapped tokens anywhere change what follows, as they would with a real model.
     Tokens are drawn from `vocabulary`; one in `mean_output` is the end-of-sequence token, none when that is 0.
+    A step gives a request 1 to `most_accepted` of them, as one that drafts does; how many is drawn as well.
     """
 
     def __init__(
-        self, info: EngineInfo, vocabulary: Sequence[int], cost: StepCost | None = None, mean_output: int = 0
+        self,
+        info: EngineInfo,
+        vocabulary: Sequence[int],
+        cost: StepCost | None = None,
+        mean_output: int = 0,
+        most_accepted: int = 1,
     ) -> None:
         self._info = info
         self._vocabulary = tuple(vocabulary)
         self._cost = cost or StepCost()
         self._mean_output = mean_output
+        self._most_accepted = most_accepted
         self._requests = Requests(_Request)
 
     @property
@@ -85,13 +92,21 @@ class TimedEngine:
     async def decode(self, keys: Sequence[str]) -> list[list[int]]:
         requests = self._requests.to_decode(keys)
         await asyncio.sleep((self._cost.step_ns + self._cost.decode_row_ns * len(keys)) / 1e9)
-        return [[self._next(request)] for request in requests]
+        return [self._accepted(request) for request in requests]
 
     def free(self, key: str) -> None:
         self._requests.pop(key)
 
     async def close(self) -> None:
         self._requests = Requests(_Request)
+
+    def _accepted(self, request: _Request) -> list[int]:
+        """The tokens of one step: one behind the prompt, then as many as are foreseen and have room."""
+        num = 1
+        if request.last != NONE:
+            room = request.num_reserved - request.num_tokens
+            num = min(1 + _mix(request.digest) % self._most_accepted, room)
+        return [self._next(request) for _ in range(num)]
 
     def _next(self, request: _Request) -> int:
         if request.last != NONE:

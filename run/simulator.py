@@ -132,4 +132,4 @@ def engine_for(card: ModelCard, vocab_size: int, cost: StepCost, num_slots: int 
         num_slots=num_slots,
         max_step_tokens=2048,
     )
-    return TimedEngine(info, range(3, vocab_size - 64), cost, mean_output=64)
+    return TimedEngine(info, range(3, vocab_size - 64), cost, mean_output=64, most_accepted=6)

@@ -50,6 +50,7 @@ class Decode(Actor):
         self._courier = Courier(bus, TOKENS, self._outbox, self.wake, self._abandon)
         self._spans: dict[str, Span] = {}
         self._in_engine: set[str] = set()
+        self._num_rows = self._num_new = 0  # requests in all steps, and the tokens they got
         self._has_work = asyncio.Event()
         self._has_sent = asyncio.Event()
 
@@ -75,6 +76,7 @@ class Decode(Actor):
             capacity_requests=info.num_slots,
             capacity_tokens=info.num_slots * info.max_tokens,
             reservations=[generation.offer.reservation for generation in self.slots],
+            detail={"accepted_length": round(self._num_new / self._num_rows, 2)} if self._num_rows else {},
         )
 
     async def flush(self) -> None:
@@ -197,6 +199,8 @@ class Decode(Actor):
     async def _step(self, batch: list[Generation]) -> None:
         info = self._engine.info
         new = await self._engine.decode([generation.id for generation in batch])
+        self._num_rows += len(batch)
+        self._num_new += sum(map(len, new))
         for generation, tokens in zip(batch, new, strict=True):
             if generation.end is not None:
                 continue  # cancelled while the step was running

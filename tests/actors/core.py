@@ -82,7 +82,7 @@ class Core(World):
         await self.add_prefill(id, TimedEngine(info(**fields), VOCABULARY, cost))
 
     async def with_decode(self, id: str, cost: StepCost | None = None, **fields: Any) -> None:
-        await self.add_decode(id, TimedEngine(info(**fields), VOCABULARY, cost))
+        await self.add_decode(id, TimedEngine(info(**fields), VOCABULARY, cost, most_accepted=3))
 
     @property
     def listener(self) -> Listener:

@@ -32,6 +32,10 @@ def timed() -> Engine:
     return TimedEngine(TIMED, vocabulary=range(3, 2028))
 
 
+def timed_with_drafts() -> Engine:
+    return TimedEngine(TIMED, vocabulary=range(3, 2028), most_accepted=6)
+
+
 def tokens(num_tokens: int, seed: int = 0) -> Tokens:
     return np.random.default_rng(seed).integers(3, 2028, num_tokens).astype(np.uint32)
 
@@ -62,7 +66,7 @@ async def step(engine: Engine, key: str, num_tokens: int) -> list[int]:
     return (await extend(engine, [key], num_tokens))[key]
 
 
-@pytest.mark.parametrize("make", [local, timed])
+@pytest.mark.parametrize("make", [local, timed, timed_with_drafts])
 class TestEngine:
     def drive(self, make: Make, body: Callable[[Engine], Awaitable[None]]) -> None:
         async def main() -> None:
@@ -232,7 +236,7 @@ class TestEngine:
             outputs = []
             for number, cut in enumerate([300, 128, 131, 299]):
                 key = f"r{number}"
-                assert engine.admit(key, 310, sampling, bounded_prompt=300) is Admission.OK
+                assert engine.admit(key, 400, sampling, bounded_prompt=300) is Admission.OK
                 for start in range(0, 300, cut):
                     if start:
                         with pytest.raises(ValueError, match=f"{start} of 300 prompt tokens"):
@@ -242,13 +246,13 @@ class TestEngine:
                     await engine.prefill([Chunk(key, tokens(300)[start : start + cut])])
                 outputs.append(await step(engine, key, 8))
             assert outputs[1:] == outputs[:1] * 3
-            with pytest.raises(ValueError, match="310 tokens for a prompt of 311"):
-                engine.admit("long", 310, sampling, bounded_prompt=311)
-            assert engine.admit("late", 310, sampling, bounded_prompt=300) is Admission.OK
+            with pytest.raises(ValueError, match="400 tokens for a prompt of 401"):
+                engine.admit("long", 400, sampling, bounded_prompt=401)
+            assert engine.admit("late", 400, sampling, bounded_prompt=300) is Admission.OK
             with pytest.raises(ValueError, match="computed from its start"):
                 await engine.restore("late", await engine.export("r0"))
             engine.free("r1")
-            assert engine.admit("other", 310, sampling) is Admission.OK
+            assert engine.admit("other", 400, sampling) is Admission.OK
             await engine.restore("other", await engine.export("r0"))
             assert await step(engine, "other", 2) == await step(engine, "r0", 2)
 
