@@ -33,7 +33,7 @@ BACKLOG = 4096
 
 
 class Bulk(Protocol):
-    """Offers and pulls. A handle is good for one successful pull, until its lease ends."""
+    """Offers and pulls. A handle is good for one successful pull, a shared one for any number, until its lease ends."""
 
     @property
     def num_offers(self) -> int:
@@ -52,9 +52,10 @@ class Bulk(Protocol):
         """CRC-32, computed beside the loop when it takes long."""
         ...
 
-    def offer(self, data: bytes, *, lease_s: float, checksum: int | None = None) -> Handle:
-        """Hold `data` for one receiver, until it has acknowledged it or for `lease_s`. Pass what may be large with its
-        `checksum`, which is computed here and now otherwise.
+    def offer(self, data: bytes, *, lease_s: float, checksum: int | None = None, is_shared: bool = False) -> Handle:
+        """Hold `data` for one receiver, until it has acknowledged it or for `lease_s`; if `is_shared` for any number of
+        them, until it is withdrawn or for `lease_s`. Pass what may be large with its `checksum`, which is computed here
+        and now otherwise.
 
         Raises `BusError(overloaded)` when too much is held already.
         """
@@ -71,8 +72,8 @@ class Bulk(Protocol):
         """
         ...
 
-    async def wrap(self, data: bytes) -> Payload:
-        """A payload for a message: inline when it fits, else by handle."""
+    async def wrap(self, data: bytes, *, is_shared: bool = False) -> Payload:
+        """A payload for a message: inline when it fits, else by handle (see `offer`)."""
         ...
 
     async def unwrap(self, payload: Payload, *, timeout_s: float = 30.0) -> bytes:
@@ -95,9 +96,9 @@ class _Base:
         """See `Bulk.checksum`."""
         return zlib.crc32(data)
 
-    def offer(self, data: bytes, *, lease_s: float, checksum: int | None = None) -> Handle:
+    def offer(self, data: bytes, *, lease_s: float, checksum: int | None = None, is_shared: bool = False) -> Handle:
         """See `Bulk.offer`."""
-        return self._shelf.put(self._address, data, lease_s, checksum)
+        return self._shelf.put(self._address, data, lease_s, checksum, is_shared=is_shared)
 
     def withdraw(self, handle: Handle) -> None:
         """See `Bulk.withdraw`."""
@@ -107,11 +108,12 @@ class _Base:
         """See `Bulk.pull`."""
         raise NotImplementedError
 
-    async def wrap(self, data: bytes) -> Payload:
+    async def wrap(self, data: bytes, *, is_shared: bool = False) -> Payload:
         """See `Bulk.wrap`."""
         if len(data) <= INLINE_BYTES:
             return Payload(inline=data)
-        return Payload(handle=self.offer(data, lease_s=LEASE_S, checksum=await self.checksum(data)))
+        checksum = await self.checksum(data)
+        return Payload(handle=self.offer(data, lease_s=LEASE_S, checksum=checksum, is_shared=is_shared))
 
     async def unwrap(self, payload: Payload, *, timeout_s: float = 30.0) -> bytes:
         """See `Bulk.unwrap`."""

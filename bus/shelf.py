@@ -14,13 +14,16 @@ from schemas.failure import Code
 class Offer:
     """Bytes under a lease. `on_revoked` are called when it ends without an ACK, to stop readers in mid-transfer."""
 
-    __slots__ = ("checksum", "data", "generation", "on_revoked", "timer")
+    __slots__ = ("checksum", "data", "generation", "is_shared", "on_revoked", "timer")
 
-    def __init__(self, data: bytes, generation: int, checksum: int, timer: asyncio.TimerHandle) -> None:
+    def __init__(
+        self, data: bytes, generation: int, checksum: int, timer: asyncio.TimerHandle, *, is_shared: bool
+    ) -> None:
         self.data = data
         self.generation = generation
         self.checksum = checksum
         self.timer = timer
+        self.is_shared = is_shared
         self.on_revoked: set[Callable[[], None]] = set()
 
 
@@ -37,8 +40,11 @@ class Shelf:
     def __len__(self) -> int:
         return len(self._offers)
 
-    def put(self, address: str, data: bytes, lease_s: float, checksum: int | None) -> Handle:
-        """Keep `data` until it is acknowledged, at most `lease_s`. Raises `BusError(overloaded)` when full."""
+    def put(self, address: str, data: bytes, lease_s: float, checksum: int | None, *, is_shared: bool) -> Handle:
+        """Keep `data` until it is acknowledged, at most `lease_s`; a shared one until it is revoked.
+
+        Raises `BusError(overloaded)` when full.
+        """
         if checksum is None:
             checksum = zlib.crc32(data)
         if self.num_bytes + len(data) > self.max_bytes:
@@ -49,7 +55,7 @@ class Shelf:
         self._generation += 1
         key = self._new_key()
         timer = asyncio.get_running_loop().call_later(lease_s, self.revoke, key)
-        offer = self._offers[key] = Offer(data, self._generation, checksum, timer)
+        offer = self._offers[key] = Offer(data, self._generation, checksum, timer, is_shared=is_shared)
         self.num_bytes += len(data)
         return Handle(
             address=address, key=key, generation=offer.generation, size_bytes=len(data), checksum=offer.checksum
@@ -65,8 +71,9 @@ class Shelf:
         return offer
 
     def acknowledge(self, key: str, generation: int) -> None:
-        """The reader has it all: free it. Idempotent."""
-        if isinstance(self.find(key, generation), Offer):
+        """The reader has it all: free it, unless there may be others. Idempotent."""
+        offer = self.find(key, generation)
+        if isinstance(offer, Offer) and not offer.is_shared:
             self._remove(key)
 
     def revoke(self, key: str) -> None:

@@ -16,6 +16,7 @@ from schemas.liveness import Ping, Pong, ProcessExited
 from schemas.message import Message, Role
 from schemas.request import Cancel, CancelAcknowledged, Resend, Submit, Submitted, Taken, TokensEmitted
 from schemas.routing import LoadReported, Release, ReportLoad, Route, Routed
+from schemas.vision import EncodeImage, ImageEncoded, ImageResolved, ReleaseImage, ResolveImage
 
 M = TypeVar("M", bound=Message)
 R = TypeVar("R")
@@ -81,6 +82,12 @@ RELEASE_PREFILL: Subject[Release, None] = Subject(Role.PREFILL_BALANCER, "releas
 ROUTE_DECODE: Subject[Route, Routed] = Subject(Role.DECODE_BALANCER, "route", Route, Routed)
 RELEASE_DECODE: Subject[Release, None] = Subject(Role.DECODE_BALANCER, "release", Release)
 
+# Vision
+RESOLVE_IMAGE: Subject[ResolveImage, ImageResolved] = Subject(Role.VISION, "resolve", ResolveImage, ImageResolved)
+ENCODE_IMAGE: Subject[EncodeImage, ImageEncoded] = Subject(Role.VISION, "encode", EncodeImage, ImageEncoded)
+RELEASE_IMAGE: Subject[ReleaseImage, None] = Subject(Role.VISION, "release", ReleaseImage)
+CANCEL_VISION: Subject[Cancel, CancelAcknowledged] = Subject(Role.VISION, "cancel", Cancel, CancelAcknowledged)
+
 # Prefill
 DISPATCH: Subject[Dispatch, Dispatched | Refused] = Subject(Role.PREFILL, "dispatch", Dispatch, Dispatched | Refused)
 CANCEL_PREFILL: Subject[Cancel, CancelAcknowledged] = Subject(Role.PREFILL, "cancel", Cancel, CancelAcknowledged)
@@ -132,6 +139,7 @@ SUBJECTS: tuple[Subject[Any, Any], ...] = (
     *(CALL, RECIPE_CANCEL, RECIPE_TOKENS, PROBE, STREAM),
     *(SUBMIT, CANCEL, CLAIM, TOKENS, RESEND),
     *(ROUTE_PREFILL, RELEASE_PREFILL, ROUTE_DECODE, RELEASE_DECODE),
+    *(RESOLVE_IMAGE, ENCODE_IMAGE, RELEASE_IMAGE, CANCEL_VISION),
     *(DISPATCH, CANCEL_PREFILL, RESEND_PREFILL, HAND_OVER, CANCEL_DECODE, RESEND_DECODE),
     *(LOAD, EXITED),
 )

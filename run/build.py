@@ -6,8 +6,8 @@ from bus.actor import Actor
 from bus.bulk import Bulk
 from bus.bus import Bus
 from kernels.engine import Engine
-from run.cluster import Member, ProcessSpec
-from run.settings import Settings
+from run.cluster import Member, ProcessSpec, without_vision
+from run.settings import Settings, SettingsError
 from schemas.message import Role
 
 MAX_STEP_TOKENS = 512
@@ -40,6 +40,15 @@ def build(member: Member, bus: Bus, bulk: Bulk, spec: ProcessSpec, settings: Set
             from actors.balancers.actor import DecodeBalancer
 
             return DecodeBalancer(member.id, bus)
+        case Role.VISION:
+            from actors.vision.actor import Vision
+            from kernels.config import ModelConfig
+            from kernels.encoder import LocalEncoder
+
+            config = ModelConfig.from_folder(settings.model).vision
+            if config is None:
+                raise SettingsError(f"SHOAL_MODEL={settings.model}: no vision_config, so there is nothing for {member}")
+            return Vision(member.id, bus, bulk, LocalEncoder(settings.model, num_threads=spec.num_threads), config)
         case Role.PREFILL:
             from actors.prefill.actor import Prefill
 
@@ -48,6 +57,18 @@ def build(member: Member, bus: Bus, bulk: Bulk, spec: ProcessSpec, settings: Set
             from actors.decode.actor import Decode
 
             return Decode(member.id, bus, bulk, _engine(spec, settings))
+
+
+def serving(specs: tuple[ProcessSpec, ...], settings: Settings) -> tuple[ProcessSpec, ...]:
+    """What of these has something to do: without a vision tower there are no vision actors. Raises SettingsError."""
+    if all(member.role is not Role.VISION for spec in specs for member in spec.members):
+        return specs
+    from actors.recipe.card import CardError, ModelCard
+
+    try:
+        return specs if ModelCard.from_folder(settings.model).has_vision else without_vision(specs)
+    except CardError as error:
+        raise SettingsError(f"SHOAL_MODEL: {error}") from None
 
 
 def _engine(spec: ProcessSpec, settings: Settings) -> Engine:

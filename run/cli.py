@@ -59,7 +59,8 @@ def node(*actors: str, name: str = "", threads: int | None = None, slots: int | 
     Parameters
     ----------
     actors
-        What to run, as ROLE/ID; an ID of `-` stands for this host's name.
+        What to run, as ROLE/ID; an ID of `-` stands for this host's name. Vision actors of a checkpoint without a
+        vision tower are left out.
     name
         What the process is called in logs and traces; the first role by default.
     threads
@@ -67,13 +68,18 @@ def node(*actors: str, name: str = "", threads: int | None = None, slots: int | 
     slots
         Requests each of its engines holds at once.
     """
+    from run.build import serving
     from run.cluster import DEFAULT_SLOTS, ProcessSpec, num_cores, parse_actors
     from run.node import run_node
     from run.settings import Settings
 
-    members = parse_actors(actors)
+    members, settings = parse_actors(actors), Settings.from_environment()
     spec = ProcessSpec(name or members[0].role.value, members, threads or num_cores(), slots or DEFAULT_SLOTS)
-    run_node(spec, Settings.from_environment())
+    served = serving((spec,), settings)
+    if not served:
+        print(f"shoal: {settings.model} has no vision tower: nothing to do for {', '.join(actors)}", file=sys.stderr)
+        return
+    run_node(served[0], settings)
 
 
 @app.command

@@ -6,7 +6,7 @@ import os
 import re
 import socket
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from schemas.message import Role
 
 DEFAULT_CLUSTER = Path(__file__).parent / "clusters" / "laptop.toml"
 DEFAULT_SLOTS = 64
-COMPUTING = frozenset({Role.PREFILL, Role.DECODE})
+COMPUTING = frozenset({Role.VISION, Role.PREFILL, Role.DECODE})
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _NOT_IDS = frozenset({"any", "all"})  # destinations of their own on the bus
@@ -125,12 +125,19 @@ def _check_cluster(path: Path, specs: tuple[ProcessSpec, ...]) -> None:
                     f"{path}: actors: {member} is in {homes[member]} and in {spec.name}; rename one of them"
                 )
             homes[member] = spec.name
-    missing = [role for role in Role if role not in {member.role for member in homes}]
+    needed = [role for role in Role if role is not Role.VISION]
+    missing = [role for role in needed if role not in {member.role for member in homes}]
     if missing:
         raise ClusterError(f'{path}: actors: there is no {missing[0]}; add "{missing[0]}/ID" to a process')
     gateways = [str(member) for member in homes if member.role is Role.GATEWAY]
     if len(gateways) > 1:
         raise ClusterError(f"{path}: actors: {' and '.join(gateways)} would share one HTTP port; keep one gateway")
+
+
+def without_vision(specs: tuple[ProcessSpec, ...]) -> tuple[ProcessSpec, ...]:
+    """The same cluster for a checkpoint that sees no images: a process that would only do that is not started."""
+    kept = [replace(spec, members=tuple(m for m in spec.members if m.role is not Role.VISION)) for spec in specs]
+    return tuple(spec for spec in kept if spec.members)
 
 
 def parse_actors(texts: tuple[str, ...]) -> tuple[Member, ...]:

@@ -23,6 +23,7 @@ from rich.markup import escape
 from actors.gateway.keys import Keys, KeysError
 from actors.recipe.card import CardError, ModelCard
 from bus.server import ServerConfig, command, wait_ready
+from run.build import serving
 from run.cluster import Member, ProcessSpec
 from run.health import find_silent
 from run.home import Client, Home, Ready, Running, write_private
@@ -235,6 +236,7 @@ class Stack:
 def up(specs: tuple[ProcessSpec, ...], settings: Settings, console: Console, ready_file: Path | None) -> int:
     """Run a whole system until it is told to stop; the exit status. Raises SettingsError before anything is started."""
     _check(settings, ready_file)
+    specs = serving(specs, settings)
     home = Home(settings.home)
     try:
         home.acquire()

@@ -23,6 +23,7 @@ class Code(StrEnum):
     CANCELLED = "cancelled"
     INTERNAL = "internal"
     TRANSFER_FAILED = "transfer_failed"
+    VISION_ERROR = "vision_error"
     WORKER_LOST = "worker_lost"
     NO_REPLICA = "no_replica"
     NO_RESPONDERS = "no_responders"
@@ -52,6 +53,7 @@ FAILURES: dict[Code, Row] = {
     Code.CANCELLED: Row(499, False, "nothing: the client asked for it, or went away"),
     Code.INTERNAL: Row(500, True, "retry; if it comes back, report it with the x-request-id"),
     Code.TRANSFER_FAILED: Row(502, True, "retry: the state could not be moved to a decode replica"),
+    Code.VISION_ERROR: Row(502, True, "retry: the image is good, but was lost or could not be encoded"),
     Code.WORKER_LOST: Row(503, True, "retry: the process that held the request ended; it is being restarted"),
     Code.NO_REPLICA: Row(503, True, "retry in a moment: no healthy replica; look at `shoal status`"),
     Code.NO_RESPONDERS: Row(503, True, "retry in a moment: the component is not running; look at `shoal status`"),

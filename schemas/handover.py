@@ -5,10 +5,14 @@ from __future__ import annotations
 from schemas.bulk import Handle, Payload
 from schemas.message import Message
 from schemas.request import Limits, Sampling
+from schemas.vision import ImageEmbeddings
 
 
 class Dispatch(Message, frozen=True):
-    """Entrypoint → prefill replica: compute this prompt, then hand it over to decode."""
+    """Entrypoint → prefill replica: compute this prompt, then hand it over to decode.
+
+    `images` are held for the replica until it has answered. `exact`: compute everything, approximate nothing.
+    """
 
     request_id: str
     entrypoint: str
@@ -19,6 +23,8 @@ class Dispatch(Message, frozen=True):
     num_prompt_tokens: int
     sampling: Sampling
     limits: Limits
+    images: list[ImageEmbeddings] = []
+    exact: bool = False
 
 
 class Dispatched(Message, frozen=True):

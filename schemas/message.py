@@ -22,5 +22,6 @@ class Role(StrEnum):
     ENTRYPOINT = "entrypoint"
     PREFILL_BALANCER = "prefill-balancer"
     DECODE_BALANCER = "decode-balancer"
+    VISION = "vision"
     PREFILL = "prefill"
     DECODE = "decode"

@@ -7,6 +7,7 @@ from enum import StrEnum
 from schemas.bulk import Payload
 from schemas.failure import Failure
 from schemas.message import Message
+from schemas.vision import Image
 
 
 class Sampling(Message, frozen=True):
@@ -30,7 +31,9 @@ class Limits(Message, frozen=True):
 class Submit(Message, frozen=True):
     """Recipe → entrypoint shard: take ownership of this request.
 
-    `prompt` holds the token ids as little-endian u32. `recipe` is the id of the recipe actor that wants the tokens.
+    `prompt` holds the token ids as little-endian u32, with the model's image token at every position of `images`, which
+    are in the order of their spans. `recipe` is the id of the recipe actor that wants the tokens. `exact`: compute
+    everything, approximate nothing (design §5).
     """
 
     request_id: str
@@ -40,6 +43,8 @@ class Submit(Message, frozen=True):
     num_prompt_tokens: int
     sampling: Sampling
     limits: Limits
+    images: list[Image] = []
+    exact: bool = False
 
 
 class Submitted(Message, frozen=True):

@@ -70,6 +70,25 @@ def test_a_pull_gives_the_bytes_and_frees_them(run_async: Run, make: Make, size:
     run_async(main())
 
 
+def test_a_shared_offer_is_there_for_all_until_it_is_withdrawn(run_async: Run, make: Make) -> None:
+    async def main() -> None:
+        owner, readers = make(), [make(), make()]
+        async with started(owner, *readers):
+            handle = owner.offer(b"x" * 5000, lease_s=60, is_shared=True)
+            for reader in readers * 2:
+                assert await reader.pull(handle, timeout_s=TIMEOUT_S) == b"x" * 5000
+            assert owner.num_offers == 1
+            owner.withdraw(handle)
+            assert owner.num_offers == 0
+            await pull_fails(readers[0], handle)
+            payload = await owner.wrap(b"y" * (INLINE_BYTES + 1), is_shared=True)
+            for reader in readers:
+                assert len(await reader.unwrap(payload)) == INLINE_BYTES + 1
+            assert owner.num_offers == 1
+
+    run_async(main())
+
+
 def test_many_pulls_at_once_and_one_after_another(run_async: Run, make: Make) -> None:
     async def main() -> None:
         owner, *readers = (make() for _ in range(4))

@@ -37,11 +37,13 @@ from schemas.request import (
     TokensEmitted,
 )
 from schemas.routing import LoadReported, Release, ReportLoad, Route, Routed
+from schemas.vision import EncodeImage, Image, ImageEmbeddings, ImageEncoded, ImageResolved, ReleaseImage, ResolveImage
 
 HANDLE = Handle(address="tcp://127.0.0.1:5", key="ab" * 16, generation=3, size_bytes=1 << 33, checksum=0xFFFFFFFF)
 SAMPLING = Sampling(temperature=0.5, top_p=0.25, seed=(1 << 63) - 1)
 LIMITS = Limits(max_tokens=300, deadline_ns=1 << 60)
 FAILURE = Failure(code=Code.RATE_LIMITED, message="später", field="model", retry_after_s=1.5)
+IMAGE = Image(start=5, num_tokens=184, digest="0d" * 16, width=546, height=300, vision="v", pixels=HANDLE)
 
 MESSAGES: list[Message] = [
     HANDLE,
@@ -144,6 +146,37 @@ MESSAGES: list[Message] = [
     Ping(),
     Pong(role="decode", id="d", incarnation="i", num_queued=3),
     ProcessExited(name="n", pid=2, members=["decode/d"]),
+    ResolveImage(image=Payload(inline=b"GIF"), tenant="t"),
+    ImageResolved(vision="v", digest="0d" * 16, width=546, height=300, num_tokens=184, pixels=HANDLE),
+    IMAGE,
+    EncodeImage(request_id="r", image=IMAGE, deadline_ns=1 << 60),
+    ImageEncoded(vision="v", embeddings=HANDLE),
+    ReleaseImage(held=HANDLE),
+    ImageEmbeddings(start=5, num_tokens=184, embeddings=HANDLE),
+    Submit(
+        request_id="r",
+        recipe="c",
+        tenant="t",
+        prompt=Payload(inline=b"\x01\x00\x00\x00"),
+        num_prompt_tokens=1,
+        sampling=SAMPLING,
+        limits=LIMITS,
+        images=[IMAGE],
+        exact=True,
+    ),
+    Dispatch(
+        request_id="r",
+        entrypoint="e",
+        epoch=1,
+        reservation=2,
+        balancer="b",
+        prompt=Payload(handle=HANDLE),
+        num_prompt_tokens=9,
+        sampling=SAMPLING,
+        limits=LIMITS,
+        images=[ImageEmbeddings(start=5, num_tokens=184, embeddings=HANDLE)],
+        exact=True,
+    ),
 ]
 
 GOLDEN = [line.split() for line in Path(__file__).with_name("golden.txt").read_text().splitlines()]
