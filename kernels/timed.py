@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import struct
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from kernels.engine import Admission, Chunk, EngineInfo, Sampling, StateError, Tokens
+from kernels.engine import Admission, Chunk, EngineInfo, ImageRows, Sampling, StateError, Tokens
 from kernels.requests import NONE, Request, Requests, check_restored
 from kernels.seal import seal, unseal
 
@@ -35,7 +36,7 @@ class _Request(Request):
 class TimedEngine:
     """Keeps the Engine contract without arithmetic. A step sleeps for its cost, on whatever clock the loop has.
 
-    The token at a position is a fixed function of all tokens before it, of the seed when the temperature is not 0, and
+    The token at a position is a fixed function of all tokens and images before it, of the seed when the temperature is not 0, and
     of nothing else: so lost, repeated or swapped tokens anywhere change what follows, as they would with a real model.
     Tokens are drawn from `vocabulary`; one in `mean_output` is the end-of-sequence token, none when that is 0.
     A step gives a request 1 to `most_accepted` of them, as one that drafts does; how many is drawn as well.
@@ -65,6 +66,13 @@ class TimedEngine:
 
     def admit(self, key: str, num_tokens: int, sampling: Sampling, *, bounded_prompt: int = 0) -> Admission:
         return self._requests.admit(key, num_tokens, sampling, self._info, bounded_prompt)
+
+    def attach(self, key: str, images: Sequence[ImageRows]) -> None:
+        request = self._requests[key]
+        if request.num_tokens:
+            raise ValueError(f"request {key} has state already")
+        for image in images:
+            request.digest = (request.digest + _mix((image.start << 32) + zlib.crc32(image.embeddings) + 1)) & _MASK
 
     async def prefill(self, chunks: Sequence[Chunk]) -> int:
         requests = self._requests.to_prefill(chunks)
