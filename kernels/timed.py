@@ -36,8 +36,8 @@ class _Request(Request):
 class TimedEngine:
     """Keeps the Engine contract without arithmetic. A step sleeps for its cost, on whatever clock the loop has.
 
-    The token at a position is a fixed function of all tokens and images before it, of the seed when the temperature is not 0, and
-    of nothing else: so lost, repeated or swapped tokens anywhere change what follows, as they would with a real model.
+    The token at a position is a fixed function of all tokens and images before it, of the seed when the temperature is
+    not 0, and of nothing else: so lost, repeated or swapped tokens anywhere change what follows, as with a real model.
     Tokens are drawn from `vocabulary`; one in `mean_output` is the end-of-sequence token, none when that is 0.
     A step gives a request 1 to `most_accepted` of them, as one that drafts does; how many is drawn as well.
     """
