@@ -37,7 +37,7 @@ class Problem(NamedTuple):
 
 @dataclass
 class Shards:
-    """`files`: tensor name -> file, by the index or the single file. `entries`: those tensors, as headers describe them.
+    """`files`: tensor name -> file, by the index or the single file; `entries`: those tensors as headers describe them.
 
     `path` is the index or the single file. `index_only`: none of an index's files is there, so names are all that is
     known. `total_bytes` is what the index claims, if it does.

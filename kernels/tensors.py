@@ -24,6 +24,7 @@ DTYPES: dict[Format, tuple[str, ...]] = {
     "bf16": ("BF16", "F32"),
     "fp32": ("F32", "BF16"),
 }
+VALUE_BYTES = {FP8: 1, SCALE: 1, "I8": 1, "U8": 1, "BF16": 2, "F32": 4}
 
 
 class Tensor(NamedTuple):

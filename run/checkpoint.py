@@ -22,26 +22,26 @@ def make_command(folder: Path, *, seed: int = DEFAULT_SEED) -> None:
 
 
 @app.command
-def inspect(folder: Path) -> None:
-    """Print what a checkpoint folder holds."""
-    from kernels.config import ConfigError, ModelConfig
+def inspect(folder: Path, *, json: bool = False) -> int:
+    """Print what a checkpoint folder holds, and what is wrong with it; status 1 if anything is.
+
+    Names, shapes and types of all tensors are held against config.json; values are not read. With config.json and
+    model.safetensors.index.json alone, names are checked.
+
+    Parameters
+    ----------
+    folder
+        Where config.json is, and model.safetensors or an index with its shards.
+    json
+        Print one JSON object instead of a table, all problems included.
+    """
+    from kernels.config import ConfigError
+    from run.inspection import print_inspection
 
     try:
-        config = ModelConfig.from_folder(folder)
+        return print_inspection(folder, as_json=json)
     except ConfigError as error:
         raise SystemExit(str(error)) from None
-    tensors = {name: entry for path in sorted(folder.glob("*.safetensors")) for name, entry in _header(path).items()}
-    num_bytes = sum(entry["data_offsets"][1] - entry["data_offsets"][0] for entry in tensors.values())
-    print(f"{folder}: {len(tensors)} tensors, {num_bytes:,} bytes")
-    print(
-        f"vocabulary {config.vocab_size}, hidden {config.hidden_size}, layers {config.num_hidden_layers}, "
-        f"experts {config.n_routed_experts} (of which {config.num_experts_per_tok} per token), "
-        f"window {config.sliding_window}, context {config.max_position_embeddings}"
-    )
-    for role in config.layers:
-        owners = "" if role.ratio == 0 else f", KV of layer {role.kv_owner}, index of layer {role.index_owner}"
-        engram = "" if role.engram is None else ", Engram"
-        print(f"layer {role.layer}: {role.mode}, ratio {role.ratio}{owners}{engram}")
 
 
 def make(folder: Path, seed: int) -> None:
@@ -63,11 +63,3 @@ def make(folder: Path, seed: int) -> None:
 
 def _write(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n")
-
-
-def _header(path: Path) -> dict[str, Any]:
-    """The tensors of a safetensors file by name: eight bytes of length, then JSON."""
-    with path.open("rb") as file:
-        entries: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    entries.pop("__metadata__", None)
-    return entries
