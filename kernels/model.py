@@ -41,8 +41,12 @@ class Model:
     ) -> None:
         self.config = config
         self.round = to_bf16 if compute_dtype == "bf16" else keep
-        self.token_map = token_map
-        c = config
+        c, self.token_map = config, token_map
+        if token_map is not None and c.image_token_id is not None:
+            # Images break n-grams: to Engram they are like what lies before the start.
+            ids = token_map.ids.clone()
+            ids[c.image_token_id] = -1
+            self.token_map = token_map._replace(ids=ids)
         self.embed = checkpoint.tensor("embed.weight", c.vocab_size, c.hidden_size)
         self.norm = checkpoint.tensor("norm.weight", c.hidden_size)
         self.head = checkpoint.tensor("head.weight", c.vocab_size, c.hidden_size)
@@ -79,6 +83,8 @@ class Model:
         Returns fp32 `[len(batch.rows), hidden_size]`: the collapsed residual before the final norm and head.
         Every row is bitwise the same whatever else is in the batch and however the prompt is cut into segments.
         Rows of a prompt that bounded replay keeps out of the decoder (`StatePool.plan_replay`) come back NaN.
+        Positions whose token is the image token are routed as images and are dead to Engram; their embeddings are those
+        of the batch, or where it has none the token's own.
         `trace`, when given, is filled with intermediate tensors under the names of the golden data.
         Raises ValueError when a segment does not continue its slot's state or exceeds `pool.max_tokens`, or a token
         is outside the vocabulary; the pool is then as it was.
@@ -98,8 +104,14 @@ class Model:
             self._history(layout, pool) if self.engrams else None,
         )
         ids = torch.nn.functional.pad(batch.tokens, (0, layout.padded - layout.num_rows))
+        if self.config.image_token_id is not None:
+            images = ids == self.config.image_token_id
+            step.images = images if bool(images.any()) else None
+        rows = self.embed[ids]
+        for first, values in batch.images:
+            rows[first : first + len(values)] = self.round(values)
         num = self.config.hc_mult
-        streams = self.embed[ids].unsqueeze(1).repeat(1, num, 1)
+        streams = rows.unsqueeze(1).repeat(1, num, 1)
         step.record("embed_expanded_in", streams)
         pre = torch.zeros(layout.padded, num)
         pre[:, 0] = 1.0
@@ -151,7 +163,7 @@ class Model:
         return linear(rms_norm(hidden, self.norm, self.config.rms_norm_eps, self.round), self.head)
 
     def _history(self, layout: Layout, pool: StatePool) -> torch.Tensor:
-        """Compressed ids of each row's last tokens, newest first, -1 before the start: [padded rows, n]."""
+        """Compressed ids of each row's last tokens, newest first: [padded rows, n]; -1 before the start, for images."""
         assert self.token_map is not None
         sources = layout.positions.unsqueeze(1) - torch.arange(self.config.engram_max_ngram_size)
         slots = torch.nn.functional.pad(layout.slots, (0, layout.padded - layout.num_rows)).unsqueeze(1)

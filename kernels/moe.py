@@ -21,6 +21,9 @@ class MoE:
         c, name = config, f"{role.name}.ffn"
         gate = checkpoint.matrix(f"{name}.gate", role.num_experts, c.hidden_size)
         self.bias = checkpoint.tensor(f"{name}.gate.bias", role.num_experts)
+        # Positions of images are routed by a bias of their own; draft stages see none.
+        sees_images = c.image_token_id is not None and role.mode != "draft"
+        self.image_bias = checkpoint.tensor(f"{name}.gate.bias_vl", role.num_experts) if sees_images else None
         routed = [f"{name}.experts.{expert}" for expert in range(role.num_experts)]
         up = checkpoint.experts(routed, ("w1", "w3"), c.moe_intermediate_size, c.hidden_size)
         down = checkpoint.experts(routed, ("w2",), c.hidden_size, c.moe_intermediate_size)
@@ -36,7 +39,10 @@ class MoE:
         """`x` [padded rows, dim], normed -> [padded rows, dim]; rows that only fill a tile get the shared part."""
         c, r, num_rows = self.config, self.round, step.layout.num_rows
         shared, logits = self.w_in.forward(x)
-        routes = route(logits, self.bias, self.role.num_picks, c.routed_scaling_factor)
+        bias = self.bias
+        if step.images is not None and self.image_bias is not None:
+            bias = torch.where(step.images[:, None], self.image_bias, bias)
+        routes = route(logits, bias, self.role.num_picks, c.routed_scaling_factor)
         step.record(f"{self.role.name}.gate_indices", routes.experts)
         step.record(f"{self.role.name}.gate_weights", routes.weights)
         hidden = r(activate(r(shared), c.swiglu_limit))

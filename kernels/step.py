@@ -19,10 +19,11 @@ class Step:
     """Lives for one forward pass; all rows of tensors are those of `layout`.
 
     `window` and `compressed` rotate the batch rows in layers without and with compressed KV. `history` [padded rows, n]
-    holds the compressed ids of each row's last tokens for Engram. `key_sets` holds the gathered compressed rows that
-    the last index owner picked: the Reuse layers behind it read the same ones. `candidates` holds the candidate mask of
-    each group, None while every block is one. `rows` are the batch rows that went on after `narrow`, ascending; None
-    before it, for all of them. `taps` [padded rows, dim] are what the draft stages read.
+    holds the compressed ids of each row's last tokens for Engram, -1 for those that are none. `images` [padded rows]
+    says which rows are positions of images, None when there are none. `key_sets` holds the gathered compressed rows
+    that the last index owner picked: the Reuse layers behind it read the same ones. `candidates` holds the candidate
+    mask of each group, None while every block is one. `rows` are the batch rows that went on after `narrow`, ascending;
+    None before it, for all of them. `taps` [padded rows, dim] are what the draft stages read.
     """
 
     layout: Layout
@@ -31,6 +32,7 @@ class Step:
     compressed: Rotation
     trace: dict[str, torch.Tensor] | None
     history: torch.Tensor | None = None
+    images: torch.Tensor | None = None
     rows: torch.Tensor | None = None
     taps: list[torch.Tensor] = field(default_factory=list)
     key_sets: tuple[KeySet, ...] = ()
@@ -51,6 +53,7 @@ class Step:
         self.window = Rotation(self.window.cos[rows], self.window.sin[rows])
         self.compressed = Rotation(self.compressed.cos[rows], self.compressed.sin[rows])
         self.history = None if self.history is None else self.history[rows]
+        self.images = None if self.images is None else self.images[rows]
         self.taps = [tap[rows] for tap in self.taps]
         self.key_sets, self.candidates = (), []
         return rows

@@ -25,7 +25,8 @@ class Routes(NamedTuple):
 def route(logits: torch.Tensor, bias: torch.Tensor, num_picks: int, factor: float) -> Routes:
     """Pick experts by score plus `bias` [experts] (equal: the lower id), weighted by score alone.
 
-    `logits` [rows, experts] are the gate's unrounded products; a score is sqrt(softplus(logit)).
+    `bias` may be [rows, experts] too. `logits` [rows, experts] are the gate's unrounded products; a score is
+    sqrt(softplus(logit)).
     """
     score = softplus(logits).sqrt_()
     picked = (score + bias).sort(stable=True, dim=-1, descending=True).indices[:, :num_picks]
