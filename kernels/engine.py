@@ -103,8 +103,8 @@ class Engine(Protocol):
         """Give the images of an admitted request's prompt, once, before its first chunk.
 
         Their rows take the place of token embeddings; the prompt has the model's image token at all their positions.
-        Raises ValueError, before anything changes, for a request with state, rows of the wrong size, or spans that
-        overlap or reach past the reservation.
+        Raises ValueError, before anything changes, for a request with state, a model without vision, rows of the wrong
+        size or not finite, or spans that overlap or reach past the reservation.
         """
         ...
 

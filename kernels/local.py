@@ -6,9 +6,11 @@ import hashlib
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import safetensors
 import safetensors.torch
 import torch
@@ -16,9 +18,9 @@ import torch
 from kernels.batch import Batch
 from kernels.cache import StatePool
 from kernels.config import ModelConfig
-from kernels.engine import Admission, Chunk, EngineInfo, Sampling, StateError
+from kernels.engine import Admission, Chunk, EngineInfo, ImageRows, Sampling, StateError
 from kernels.model import ComputeDtype, Model, load_model
-from kernels.requests import NONE, Request, Requests, check_restored
+from kernels.requests import NONE, Request, Requests, check_images, check_restored
 from kernels.seal import seal, unseal
 from kernels.thread import ComputeThread
 from kernels.verify import verify
@@ -28,10 +30,14 @@ _STATE_REVISION = 2  # of what export writes; raise it whenever that changes
 
 @dataclass(slots=True)
 class _Request(Request):
-    """`hidden` [hidden_size] is the last prompt row, kept until the first token is sampled from it."""
+    """`hidden` [hidden_size] is the last prompt row, kept until the first token is sampled from it.
+
+    `images`: position and rows [num_tokens, hidden_size] of those that are not wholly computed.
+    """
 
     slot: int = -1
     hidden: torch.Tensor | None = None
+    images: list[tuple[int, npt.NDArray[np.float32]]] = field(default_factory=list)
 
 
 class LocalEngine:
@@ -95,8 +101,21 @@ class LocalEngine:
                 pool.plan_replay(slot, bounded_prompt)
         return admission
 
+    def attach(self, key: str, images: Sequence[ImageRows]) -> None:
+        request = self._requests.to_fill(key)
+        if self._config.vision is None:
+            raise ValueError(f"{self._info.model} has no vision")
+        dim = self._config.hidden_size
+        check_images(request, images, 4 * dim)
+        found = [(one.start, np.frombuffer(one.embeddings, "<f4").reshape(-1, dim)) for one in images]
+        if not all(np.isfinite(rows).all() for _, rows in found):
+            raise ValueError(f"request {key}: embeddings of an image are not finite")  # a batch would fail with it
+        request.images = found
+
     async def prefill(self, chunks: Sequence[Chunk]) -> int:
         requests = self._requests.to_prefill(chunks)
+        for request, chunk in zip(requests, chunks, strict=True):
+            self._check_tokens(request, chunk)
         if not requests:
             return 0
         return await self._thread.run(lambda: self._prefill(requests, chunks))
@@ -106,7 +125,7 @@ class LocalEngine:
         return await self._thread.run(lambda: self._export(request))
 
     async def restore(self, key: str, state: bytes) -> None:
-        request = self._requests.to_restore(key)
+        request = self._requests.to_fill(key)
         await self._thread.run(lambda: self._restore(request, state))
 
     async def decode(self, keys: Sequence[str]) -> list[list[int]]:
@@ -124,6 +143,13 @@ class LocalEngine:
         self._thread.close()
         self._requests = Requests(_Request)
         self._model = self._pool = None
+
+    def _check_tokens(self, request: _Request, chunk: Chunk) -> None:
+        """Raises ValueError unless the tokens of the chunk are image tokens where the request has images."""
+        for start, rows in request.images:
+            begin = start - request.num_tokens
+            if (chunk.tokens[max(begin, 0) : max(begin + len(rows), 0)] != self._config.image_token_id).any():
+                raise ValueError(f"request {chunk.key}: no image tokens where its image at position {start} is")
 
     def _loaded(self) -> tuple[Model, StatePool]:
         if self._model is None or self._pool is None:
@@ -150,9 +176,11 @@ class LocalEngine:
             (request.slot, request.num_tokens, chunk.tokens.tolist())
             for request, chunk in zip(requests, chunks, strict=True)
         ]
-        hidden = model.forward(Batch.last_rows(runs), pool)
+        images = {request.slot: request.images for request in requests if request.images}
+        hidden = model.forward(Batch.last_rows(runs, images), pool)
         for request, chunk, row in zip(requests, chunks, hidden, strict=True):
             request.num_tokens += len(chunk.tokens)
+            request.images = [one for one in request.images if one[0] + len(one[1]) > request.num_tokens]
             request.hidden = row.clone()
         return time.perf_counter_ns() - started_ns
 

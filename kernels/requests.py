@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from kernels.engine import Admission, Chunk, EngineInfo, Sampling, StateError
+from kernels.engine import Admission, Chunk, EngineInfo, ImageRows, Sampling, StateError
 
 NONE = -1  # no token
 
@@ -91,8 +91,8 @@ class Requests(Generic[R]):
         _check_whole(key, request)
         return request
 
-    def to_restore(self, key: str) -> R:
-        """Raises KeyError, or ValueError when the request has state already."""
+    def to_fill(self, key: str) -> R:
+        """What takes a state or images. Raises KeyError, or ValueError when the request has state already."""
         request = self._requests[key]
         if request.num_tokens:
             raise ValueError(f"request {key} has state already")
@@ -105,6 +105,20 @@ class Requests(Generic[R]):
         if len(set(keys)) != len(keys):
             raise ValueError("a request may take part in a step once only")
         return requests
+
+
+def check_images(request: Request, images: Sequence[ImageRows], row_bytes: int) -> None:
+    """Raises ValueError when rows are not whole ones of `row_bytes`, or spans overlap or do not fit the reservation."""
+    end = 0
+    for image in sorted(images, key=lambda image: image.start):
+        num_rows, rest = divmod(len(image.embeddings), row_bytes)
+        if rest or not num_rows:
+            raise ValueError(f"{len(image.embeddings)} bytes of an image are not rows of {row_bytes}")
+        if image.start < end:
+            raise ValueError(f"an image at position {image.start} begins within the one before, or the start")
+        end = image.start + num_rows
+    if end > request.num_reserved:
+        raise ValueError(f"images reach position {end}, the request reserved {request.num_reserved} tokens")
 
 
 def check_restored(request: Request, num_tokens: int) -> None:
