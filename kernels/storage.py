@@ -92,7 +92,11 @@ def save(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], shard_bytes:
 
 def _write(folder: Path, part: dict[str, torch.Tensor], shards: list[list[str]]) -> None:
     shards.append(list(part))
-    save_file(part, _unfinished(folder, len(shards)))
+    path = _unfinished(folder, len(shards))
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(part, path)  # readable by its owner only, whatever the umask says
+    path.chmod(mode)
 
 
 def _unfinished(folder: Path, number: int) -> Path:

@@ -46,8 +46,7 @@ def inspect(folder: Path, *, json: bool = False) -> int:
 
 def make(folder: Path, seed: int) -> None:
     """Write config.json, model.safetensors, tokenizer.json and shoal.json; the same seed gives the same bytes."""
-    import safetensors.torch
-
+    from kernels.storage import save
     from kernels.vocabulary import compress_vocabulary
     from run.tiny import tensors, tiny_config
     from run.tokenizer import train
@@ -58,7 +57,7 @@ def make(folder: Path, seed: int) -> None:
     config = tiny_config(tokenizer, max(compress_vocabulary(folder / "tokenizer.json")) + 1)
     _write(folder / "config.json", config)
     _write(folder / "shoal.json", {"model": "shoal-tiny", "thinking_default": False})
-    (folder / "model.safetensors").write_bytes(safetensors.torch.save(tensors(config, seed)))
+    save(folder, tensors(config, seed))
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:

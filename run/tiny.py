@@ -16,20 +16,32 @@ from tokenizers import Tokenizer
 
 from kernels.config import ModelConfig
 from kernels.ops.engram import hash_tables
-from run.tokenizer import BOS, CONTROL, EOS, IMAGE, PAD, SYSTEM
+from kernels.storage import encode
+from kernels.tensors import Tensor, model_tensors
+from run.tokenizer import BOS, CONTROL, EOS, IMAGE, NOISE, PAD
 
 Array = npt.NDArray[np.float64]
 
 # The end-of-sequence row of the head is this much longer than others, so that answers end after some hundred tokens.
 # The rows of other control tokens are zero: a model that knows nothing should not open a tool call by chance.
-_EOS_GAIN = 1.4
+_EOS_GAIN = 1.5
+
+# By the end of a name. Means of norm weights, give or take ten percent; standard deviations of what is no matrix;
+# and of matrices, times the square root of their input width. wo_b is below the published spread, and the memory of
+# Engram well above it, or the answers of an untrained model run in circles.
+_NORM_MEANS = {"attn_norm": 0.025, "ffn_norm": 0.2, "q_norm": 0.97, "kv_norm": 0.4, "k_norm": 0.5}
+_NORM_MEANS |= {"compressor.norm": 0.6}
+_SPREADS = {"engram.embed": 0.25, "markov_head.embed": 1.0, "embed": 0.12, "head": 0.3, "sink": 0.5, ".bias_vl": 0.05}
+_SPREADS |= {"image_start": 0.12, "image_end": 0.12, "image_newline": 0.12}
+_GAINS = {"wq_a": 1.6, "wq_b": 0.95, "wkv": 1.8, "wo_a": 1.6, "wo_b": 0.5, "gate": 2.9, "aligner.w2": 0.15}
+_GAINS |= {"w1": 1.5, "w2": 1.05, "w3": 1.5, "markov_head.head": 0.6}
 
 
 def tiny_config(tokenizer: Tokenizer, compressed_vocab_size: int) -> dict[str, Any]:
     """config.json: two window layers, two of ratio 2, four of ratio 1 with candidates and a second index owner."""
     layers, max_ngram, num_heads, bucket = [1, 2], 4, 2, 512
     tables = hash_tables(tuple(layers), max_ngram, num_heads, bucket, compressed_vocab_size)
-    token = {name: tokenizer.token_to_id(name) for name in (BOS, EOS, PAD, IMAGE, SYSTEM)}
+    token = {name: tokenizer.token_to_id(name) for name in (BOS, EOS, PAD, IMAGE, NOISE)}
     text = {
         "model_type": "deepseek_v41_text",
         "vocab_size": tokenizer.get_vocab_size(),
@@ -69,7 +81,7 @@ def tiny_config(tokenizer: Tokenizer, compressed_vocab_size: int) -> dict[str, A
         },
         "compress_rope_theta": 160000,
         "sliding_window": 128,
-        "compress_ratios": [0, 0, 2, 2, 1, 1, 1, 1],
+        "compress_ratios": [0, 0, 2, 2, 1, 1, 1, 1, 0, 0, 0],
         "kv_source_layer_ids": [2, 4],
         "index_source_layer_ids": [2, 4, 6],
         "index_n_heads": 16,
@@ -89,7 +101,26 @@ def tiny_config(tokenizer: Tokenizer, compressed_vocab_size: int) -> dict[str, A
         "engram_head_dim": 32,
         "engram_pad_token_id": token[PAD],
         "engram_compressed_vocab_size": compressed_vocab_size,
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": 3,
+        "dspark_block_size": 5,
+        "dspark_noise_token_id": token[NOISE],
+        "dspark_target_layer_ids": [5, 6, 7],
+        "dspark_markov_rank": 32,
+        "dspark_n_routed_experts": 4,
+        "dspark_num_experts_per_tok": 2,
+    }
+    vision = {
+        "model_type": "deepseek_v41_vision",
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "intermediate_size": 96,
+        "patch_size": 14,
+        "rope_theta": 10000,
+        "downsample_ratio": 3,
+        "max_image_tokens": 128,
+        "min_pixels": 84**2,
+        "max_wh_ratio": None,
     }
     return {
         "architectures": ["DeepseekV41ForCausalLM"],
@@ -99,18 +130,24 @@ def tiny_config(tokenizer: Tokenizer, compressed_vocab_size: int) -> dict[str, A
         "eos_token_id": token[EOS],
         "pad_token_id": token[PAD],
         "image_token_id": token[IMAGE],
+        "quantization_config": {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "scale_fmt": "ue8m0",
+            "weight_block_size": [32, 32],
+            "expert_dtype": "fp4",
+        },
         "text_config": text,
+        "vision_config": vision,
     }
 
 
-def tensors(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
-    """All tensors of spec §1.3 for a text-only model without draft blocks, linear weights in BF16."""
-    draw = _Draw(seed)
-    model = ModelConfig.from_keys(config)
-    made = dict(_outer(model, model.vocab_size - len(CONTROL), draw))
-    for layer in range(model.num_hidden_layers):
-        made |= _layer(model, layer, draw)
-    return made
+def tensors(config: dict[str, Any], seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors of spec §1.3, each in its published type: FP8 and FP4 with scales, BF16, FP32."""
+    model, draw = ModelConfig.from_keys(config), _Draw(seed)
+    for tensor in model_tensors(model):
+        values = torch.from_numpy(_values(tensor, model, draw)).to(torch.float32)
+        yield from encode(tensor.name, values, tensor.format).items()
 
 
 class _Draw:
@@ -126,103 +163,35 @@ class _Draw:
         scaled: Array = (sums / 65536 - 2) * 3**0.5
         return scaled.reshape(shape)
 
-    def bf16(self, name: str, *shape: int, std: float) -> torch.Tensor:
-        return torch.from_numpy(self.normal(name, *shape) * std).to(torch.bfloat16)
 
-    def fp32(self, name: str, *shape: int, std: float, mean: Array | float = 0.0) -> torch.Tensor:
-        return torch.from_numpy(mean + self.normal(name, *shape) * std).float()
-
-    def norm(self, name: str, dim: int, mean: float) -> torch.Tensor:
-        """A norm weight: `mean`, give or take ten percent."""
-        return torch.from_numpy(mean * (1 + 0.1 * self.normal(name, dim))).to(torch.bfloat16)
-
-    def linear(self, name: str, out_dim: int, in_dim: int, gain: float) -> torch.Tensor:
-        return self.bf16(name, out_dim, in_dim, std=gain * in_dim**-0.5)
-
-
-def _outer(config: ModelConfig, first_control: int, draw: _Draw) -> Iterator[tuple[str, torch.Tensor]]:
-    size, dim = config.vocab_size, config.hidden_size
-    yield "embed.weight", draw.bf16("embed.weight", size, dim, std=0.12)
-    yield "norm.weight", draw.norm("norm.weight", dim, 1.0)
-    head = draw.normal("head.weight", size, dim) * 0.3
-    head[config.eos_token_id] *= _EOS_GAIN
-    head[[config.bos_token_id, config.pad_token_id]] = 0
-    head[first_control:] = 0
-    yield "head.weight", torch.from_numpy(head).to(torch.bfloat16)
+def _values(tensor: Tensor, config: ModelConfig, draw: _Draw) -> Array:
+    name = tensor.name.removesuffix(".weight")
+    noise = draw.normal(tensor.name, *tensor.shape)
+    if tensor.role == "norms" or name.endswith(("engram.q_weight", "engram.k_weight")):
+        return _of(_NORM_MEANS, name, 1.0) * (1 + 0.1 * noise)
+    if tensor.role == "stream mix":
+        return _stream_mix(name, config.hc_mult, noise)
+    if len(tensor.shape) == 1 or name in ("embed", "head") or name.endswith(("engram.embed", "markov_head.embed")):
+        values = _of(_SPREADS, name, 0.05) * noise
+    else:
+        values = _of(_GAINS, name, 1.0) * tensor.shape[-1] ** -0.5 * noise
+    if name.endswith("head") and tensor.shape[0] == config.vocab_size:
+        values[config.eos_token_id] *= _EOS_GAIN
+        values[[config.bos_token_id, config.pad_token_id]] = 0
+        values[config.vocab_size - len(CONTROL) :] = 0
+    return values
 
 
-def _layer(config: ModelConfig, layer: int, draw: _Draw) -> dict[str, torch.Tensor]:
-    made: dict[str, torch.Tensor] = {}
-
-    def add(kind: str, tensor: torch.Tensor) -> None:
-        made[f"layers.{layer}.{kind}"] = tensor
-
-    def linear(kind: str, out_dim: int, in_dim: int, gain: float) -> None:
-        add(f"{kind}.weight", draw.linear(f"layers.{layer}.{kind}.weight", out_dim, in_dim, gain))
-
-    def norm(kind: str, dim: int, mean: float) -> None:
-        add(f"{kind}.weight", draw.norm(f"layers.{layer}.{kind}.weight", dim, mean))
-
-    def vector(kind: str, *shape: int, std: float, mean: Array | float = 0.0) -> None:
-        add(kind, draw.fp32(f"layers.{layer}.{kind}", *shape, std=std, mean=mean))
-
-    role = config.layers[layer]
-    dim, head_dim, index_dim = config.hidden_size, config.head_dim, config.index_head_dim
-    norm("attn_norm", dim, 0.025)
-    norm("ffn_norm", dim, 0.2)
-    linear("attn.wq_a", config.q_lora_rank, dim, 1.6)
-    norm("attn.q_norm", config.q_lora_rank, 0.97)
-    linear("attn.wq_b", config.num_attention_heads * head_dim, config.q_lora_rank, 0.95)
-    linear("attn.wkv", head_dim, dim, 1.8)
-    norm("attn.kv_norm", head_dim, 0.4)
-    group_dim = config.num_attention_heads * head_dim // config.o_groups
-    linear("attn.wo_a", config.o_groups * config.o_lora_rank, group_dim, 1.6)
-    linear("attn.wo_b", dim, config.o_groups * config.o_lora_rank, 0.5)
-    vector("attn.attn_sink", config.num_attention_heads, std=0.5)
-    if role.owns_kv:
-        linear("attn.compressor.wkv", head_dim, dim, 1.8)
-        norm("attn.compressor.norm", head_dim, 0.6)
-        if role.ratio == 2:
-            linear("attn.compressor.wgate", head_dim, dim, 1.0)
-        linear("attn.indexer.wk", index_dim, head_dim, 1.0)
-        norm("attn.indexer.k_norm", index_dim, 0.5)
-    if role.owns_index:
-        linear("attn.indexer.wq_b", config.index_n_heads * index_dim, config.q_lora_rank, 1.0)
-        linear("attn.indexer.weights_proj", config.index_n_heads, dim, 1.0)
-    streams = config.hc_mult
-    num_coefficients = (2 + streams) * streams
-    # Streams mostly keep to themselves: the diagonal of the mixing matrix starts out stronger.
-    base = np.concatenate([np.zeros(2 * streams), 1.5 * np.eye(streams).reshape(-1)])
-    for part in ("attn", "ffn"):
-        vector(f"hc_{part}_fn", num_coefficients, streams * dim, std=(streams * dim) ** -0.5)
-        vector(f"hc_{part}_base", num_coefficients, std=0.5, mean=base)
-        vector(f"hc_{part}_scale", 3, std=0.1, mean=0.5)
-    linear("ffn.gate", config.n_routed_experts, dim, 2.9)
-    vector("ffn.gate.bias", config.n_routed_experts, std=0.05)
-    vector("ffn.gate.bias_vl", config.n_routed_experts, std=0.05)
-    inter = config.moe_intermediate_size
-    for expert in [*(f"ffn.experts.{number}" for number in range(config.n_routed_experts)), "ffn.shared_experts"]:
-        linear(f"{expert}.w1", inter, dim, 1.5)
-        linear(f"{expert}.w2", dim, inter, 1.05)
-        linear(f"{expert}.w3", inter, dim, 1.5)
-    if role.engram is not None:
-        made |= _engram(config, layer, role.engram, draw)
-    return made
+def _stream_mix(name: str, streams: int, noise: Array) -> Array:
+    values: Array
+    if name.endswith("fn"):
+        values = noise.shape[1] ** -0.5 * noise
+    elif name.endswith("scale"):
+        values = 0.5 + 0.1 * noise
+    else:  # streams mostly keep to themselves: the diagonal of the mixing matrix starts out stronger
+        values = np.concatenate([np.zeros(2 * streams), 1.5 * np.eye(streams).reshape(-1)]) + 0.5 * noise
+    return values
 
 
-def _engram(config: ModelConfig, layer: int, position: int, draw: _Draw) -> dict[str, torch.Tensor]:
-    """Table rows in FP8 with one E8M0 scale per row and 32 columns, and their projection."""
-    prefix = f"layers.{layer}.engram"
-    streams, dim, row_dim = config.hc_mult, config.hidden_size, config.engram_head_dim
-    num_rows = config.engram_num_embeddings[position]
-    # Rows at a spread of 2 in FP8, times 2**-5: about a sixteenth, half of the token embedding's.
-    rows = torch.from_numpy(2 * draw.normal(f"{prefix}.embed.weight", num_rows, row_dim)).to(torch.float8_e4m3fn)
-    exponents = torch.full((num_rows, row_dim // 32), 127 - 3, dtype=torch.uint8)
-    width = (config.engram_max_ngram_size - 1) * config.engram_n_heads * row_dim
-    return {
-        f"{prefix}.embed.weight": rows,
-        f"{prefix}.embed.scale": exponents.view(torch.float8_e8m0fnu),
-        f"{prefix}.wkv.weight": draw.linear(f"{prefix}.wkv.weight", (streams + 1) * dim, width, 1.8),
-        f"{prefix}.q_weight": draw.norm(f"{prefix}.q_weight", streams * dim, 1.0).reshape(streams, dim),
-        f"{prefix}.k_weight": draw.norm(f"{prefix}.k_weight", streams * dim, 1.0).reshape(streams, dim),
-    }
+def _of(table: dict[str, float], name: str, otherwise: float) -> float:
+    return next((value for ending, value in table.items() if name.endswith(ending)), otherwise)

@@ -14,11 +14,12 @@ from run.corpus import texts
 BOS, EOS, PAD = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>"
 SYSTEM = "<｜System｜>"
 IMAGE = "<｜image｜>"
+NOISE = "<｜fim▁hole｜>"  # what draft stages embed for the tokens they are to propose; no conversation holds it
 
 # Control tokens after the ordinary vocabulary, in the official order (V4.1 names); True where decoding may skip them.
 CONTROL = (
     (SYSTEM, True),
-    ("<｜fim▁hole｜>", False),
+    (NOISE, False),
     ("<｜fim▁begin｜>", False),
     ("<｜fim▁end｜>", False),
     ("<｜User｜>", False),

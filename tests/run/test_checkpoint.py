@@ -60,10 +60,12 @@ def test_it_is_small_and_has_every_role(capsys: pytest.CaptureFixture[str]) -> N
     assert (config.sliding_window, config.max_position_embeddings) == (128, 8192)
     assert config.index_n_heads >= 16
     assert len(config.engram_layer_ids) == 2
-    inspect(TINY)
+    assert inspect(TINY) == 0
     printed = capsys.readouterr().out
-    assert "396 tensors" in printed
+    assert "852 tensors" in printed
     assert "layer 6: reindex" in printed
+    assert "layers 8-10: draft" in printed
+    assert "No problem found." in printed
 
 
 def test_inspecting_what_is_no_checkpoint_is_one_line(tmp_path: Path) -> None:
