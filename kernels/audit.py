@@ -46,6 +46,7 @@ def forms(config: ModelConfig, shards: Shards) -> tuple[Form, ...]:
     tensors = model_tensors(config)
     there = {tensor.part for tensor in tensors if tensor.name in shards.files}
     scaled = {tensor.format for tensor in tensors if not shards.files or scale_name(tensor.name) in shards.files}
+    scaled.add("table")
     found = []
     for tensor in tensors:
         if tensor.part in there or tensor.part not in _OPTIONAL or not shards.files:
