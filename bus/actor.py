@@ -178,6 +178,10 @@ class Actor:
         task.add_done_callback(self._on_task_done)
         return task
 
+    def now_s(self) -> float:
+        """The loop's clock, for cores that take the time as an argument."""
+        return asyncio.get_running_loop().time()
+
     def wake(self) -> None:
         """Ask for a `flush()` soon."""
         self._wake.set()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from schemas.message import Message
+from schemas.message import Message, Role
 
 
 class Ping(Message, frozen=True):
@@ -24,3 +24,7 @@ class ProcessExited(Message, frozen=True):
     name: str
     pid: int
     members: list[str]
+
+    def ids(self, role: Role) -> list[str]:
+        """The ids of those of one role."""
+        return [id for kind, _, id in (member.partition("/") for member in self.members) if kind == role]

@@ -12,12 +12,12 @@ from msgspec import structs
 from opentelemetry import trace
 
 from actors.recipe.card import ModelCard
-from actors.recipe.converter import Converter, Prepared, load_converter
+from actors.recipe.converter import Converter, Draft, Prepared, load_converter
 from actors.recipe.doors import GatewayDoor, InboxDoor
 from actors.recipe.fields import Refusal
 from actors.recipe.front import cancel_body, client_of, read_call, read_cancel
 from actors.recipe.intake import Intake
-from actors.recipe.requests import OpenRequest, OpenRequests, Outcome, resends, resent, shard_of
+from actors.recipe.requests import OpenRequest, OpenRequests, Outcome, refused, resends, resent, shard_of
 from actors.recipe.shards import MAX_STRIKES, Shards
 from actors.recipe.windows import Windows
 from actors.rules.errors import error_body
@@ -25,18 +25,19 @@ from bus import subjects
 from bus.actor import Envelope, Handler
 from bus.bulk import Bulk
 from bus.bus import Bus, BusError, Delivery, fail
+from bus.images import release_images, resolve_images
 from bus.insist import insist
 from bus.metrics import record_request
 from bus.public import PublicActor
 from bus.subjects import CANCEL, EXITED, LOAD, RESEND, STREAM, SUBMIT, Address, Subject
 from bus.writer import StreamWriter
-from schemas.api import Call, Probe, Probed, Protocol
-from schemas.bulk import Payload
+from schemas.api import Answer, Call, Probe, Probed, Protocol
 from schemas.failure import Code, Failure
 from schemas.liveness import ProcessExited
 from schemas.message import Role
 from schemas.request import Cancel, CancelAcknowledged, CancelReason, Resend, Submit, Taken, TokensEmitted
 from schemas.routing import LoadReported, ReportLoad
+from schemas.vision import ImageResolved
 
 INLINE_BODY_BYTES = 8 * 1024
 """Larger bodies are encoded in a thread: 64 KiB take about 30 ms (the library lets go of the interpreter lock)."""
@@ -60,7 +61,7 @@ class Recipe(PublicActor):
         self._converter: Converter  # from on_start on
         self._open = OpenRequests()
         self._intake = Intake()
-        self._writer = StreamWriter(bus, bulk, Windows(), self.wake, self._on_stream_gone)
+        self._writer = StreamWriter(bus, bulk, Windows(), self.wake, lambda to: self._lose_gateway(to.split(".")[2]))
         self._shards = Shards()
 
     def handlers(self) -> Mapping[Subject[Any, Any], Handler]:
@@ -111,27 +112,31 @@ class Recipe(PublicActor):
             self.spawn(self._answer(call, envelope, inbox))
             return
         door = inbox or GatewayDoor(call.gateway, self._writer.open(STREAM.at(call.gateway), call.stream_id))
-        request = self._open.begin(call, door, envelope.context, self._now_s())
+        request = self._open.begin(call, door, envelope.context, self.now_s())
         self.spawn(self._serve(request, call, envelope))
 
     async def _answer(self, call: Call, envelope: Envelope, inbox: InboxDoor | None) -> None:
         with self._intake.working(call.body.size_bytes):
             if inbox is None:
-                try:
-                    call = await self._read(call)
-                except BusError as error:
-                    await envelope.answer(error.failure)
-                    return
-                await envelope.answer(await self._convert(call, self._converter.answer, call))
+                await envelope.answer(await self._answer_to(call))
             elif call.protocol is Protocol.CANCEL:
                 inbox.reply(await self._cancel_public(call, client_of(inbox.inbox)))
             else:
-                inbox.reply((await self._convert(call, self._converter.answer, call)).body)
+                inbox.reply((await self._answer_to(call)).body)
         self.wake()
 
-    async def _read(self, call: Call) -> Call:
-        """The call with its body here. Raises BusError."""
-        return structs.replace(call, body=Payload(inline=await self._bulk.unwrap(call.body)))
+    async def _answer_to(self, call: Call) -> Answer:
+        """Models, or a count of tokens."""
+        try:
+            body = await self._bulk.unwrap(call.body)
+            if call.protocol is Protocol.MODELS:
+                return Answer(status=200, body=self._converter.models(body))
+            draft = await self._convert(call, self._converter.read, call.protocol, body)
+            images = await self._resolve(draft, call)
+            self._release(images)
+            return Answer(status=200, body=self._converter.count(draft, images))
+        except (Refusal, BusError) as error:
+            return refused(call, error.failure)
 
     async def _convert(self, call: Call, work: Callable[..., Any], *args: Any) -> Any:
         """Run a conversion; beside the loop if it is long."""
@@ -141,17 +146,22 @@ class Recipe(PublicActor):
 
     async def _serve(self, request: OpenRequest, call: Call, envelope: Envelope) -> None:
         """Take one request up to its submission. What follows comes by `_on_tokens`."""
+        images: list[ImageResolved] = []
         try:
             with trace.use_span(request.span, end_on_exit=False):
                 with self._intake.working(call.body.size_bytes):
                     body = await self._bulk.unwrap(call.body)
                     seed = self.bus.seams.random.getrandbits(63)
-                    prepared = await self._convert(call, self._converter.prepare, call.protocol, body, seed)
+                    draft = await self._convert(call, self._converter.read, call.protocol, body)
                     del body
+                    images = await self._resolve(draft, call)
+                    prepared = self._converter.finish(draft, images, seed)
+                    del draft
                 request.begin(self._converter, prepared, self.bus.seams.clock_ns() // 10**9)
                 await self._submit(request, call, prepared)
             await envelope.answer(request.called(self.id, prepared.ignored))
         except (Refusal, BusError) as error:
+            self._release(images)
             outcome = request.fail(error.failure)
             if isinstance(request.door, InboxDoor):
                 self._over(request, outcome)
@@ -159,6 +169,21 @@ class Recipe(PublicActor):
             else:
                 self._close(request, outcome)
                 await envelope.answer(outcome.answer())
+
+    async def _resolve(self, draft: Draft, call: Call) -> list[ImageResolved]:
+        """What its images are. Raises Refusal; then none of them is held for us."""
+        files = [source.data for source in draft.images]
+        found = await resolve_images(self.bus, self._bulk, files, call.tenant)
+        images = [image for image in found if isinstance(image, ImageResolved)]
+        for source, failure in zip(draft.images, found, strict=True):
+            if isinstance(failure, Failure):
+                self._release(images)
+                raise source.refusal(failure)
+        return images
+
+    def _release(self, images: list[ImageResolved]) -> None:
+        if images:
+            self.spawn(release_images(self.bus, [(image.vision, image.pixels) for image in images]))
 
     async def _submit(self, request: OpenRequest, call: Call, prepared: Prepared) -> None:
         """Have a shard take the request. Raises BusError; then nothing of it is left on offer."""
@@ -176,7 +201,7 @@ class Recipe(PublicActor):
         """The shard that took it: the one its id belongs to, or the next one if that is gone. Raises BusError."""
         tried: set[str] = set()
         while not request.is_cancelled:
-            shard = self._shards.owner(request.id, tried, self._now_s())
+            shard = self._shards.owner(request.id, tried, self.now_s())
             address = SUBMIT.at(shard) if shard else SUBMIT.any()  # none has reported itself yet
             try:
                 return (await self.bus.ask(address, submit, timeout_s=ASK_TIMEOUT_S)).shard
@@ -211,7 +236,7 @@ class Recipe(PublicActor):
             id, candidates = read_cancel(call.body.inline, client)
         except Refusal as refusal:
             return error_body(call.protocol, refusal.failure, call.request_id)
-        was_here, elsewhere = self._open.cancel(candidates, self._shards.alive(self._now_s()))
+        was_here, elsewhere = self._open.cancel(candidates, self._shards.alive(self.now_s()))
         told = [self._cancel_at(shard, request_id, CancelReason.CLIENT) for shard, request_id in elsewhere]
         return cancel_body(id, any([was_here, *await asyncio.gather(*told)]))
 
@@ -220,7 +245,7 @@ class Recipe(PublicActor):
         return Taken()
 
     def _apply(self, emitted: TokensEmitted) -> None:
-        outcomes, unknown = self._open.apply(emitted, self._now_s())
+        outcomes, unknown = self._open.apply(emitted, self.now_s())
         for request, outcome in outcomes:
             try:
                 if outcome.is_last:
@@ -246,7 +271,7 @@ class Recipe(PublicActor):
     def _close(self, request: OpenRequest, outcome: Outcome) -> None:
         """Nothing more will come of it."""
         self._open.remove(request)
-        if usage := request.close(outcome, self._now_s()):
+        if usage := request.close(outcome, self.now_s()):
             record_request(**usage)
 
     async def _on_cancel(self, cancel: Cancel, envelope: Envelope) -> CancelAcknowledged | None:
@@ -271,9 +296,6 @@ class Recipe(PublicActor):
         answer = await insist(self.bus, CANCEL.at(shard), cancel, timeout_s=ASK_TIMEOUT_S, tries=MAX_STRIKES)
         return answer is not None and answer.was_running
 
-    def _on_stream_gone(self, destination: str) -> None:
-        self._lose_gateway(destination.split(".")[2])
-
     def _lose_gateway(self, gateway: str) -> None:
         """Nobody is there: its clients are gone with it."""
         for request in self._open.of_gateway(gateway):
@@ -285,22 +307,19 @@ class Recipe(PublicActor):
             self.spawn(self._abandon(request, CancelReason.CLIENT_GONE))
 
     async def _on_probe(self, probe: Probe, envelope: Envelope) -> Probed:
-        address = STREAM.at(probe.gateway)
-        asked = itertools.zip_longest(probe.stream_ids, probe.from_seqs)
+        address, asked = STREAM.at(probe.gateway), itertools.zip_longest(probe.stream_ids, probe.from_seqs)
         return Probed(next_seqs=[self._writer.repair(address, stream_id, from_seq) for stream_id, from_seq in asked])
 
     async def _on_load(self, report: LoadReported, envelope: Envelope) -> None:
-        if self._shards.saw(report, self._now_s()):
+        if self._shards.saw(report, self.now_s()):
             # It may have restarted: asked, it says so of each request that it does not know.
             self._ask_after(self._open.of_shard(report.id))
 
     async def _on_exited(self, exited: ProcessExited, envelope: Envelope) -> None:
-        for member in exited.members:
-            role, _, id = member.partition("/")
-            if role == Role.ENTRYPOINT:
-                self._lose_shard(id)
-            elif role == Role.GATEWAY:
-                self._lose_gateway(id)
+        for shard in exited.ids(Role.ENTRYPOINT):
+            self._lose_shard(shard)
+        for gateway in exited.ids(Role.GATEWAY):
+            self._lose_gateway(gateway)
 
     def _lose_shard(self, shard: str) -> None:
         self._shards.forget(shard)
@@ -312,7 +331,7 @@ class Recipe(PublicActor):
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(WATCH_S)
-            self._ask_after(self._open.silent(self._now_s()))
+            self._ask_after(self._open.silent(self.now_s()))
             self._writer.prune()
 
     def _ask_after(self, requests: list[OpenRequest]) -> None:
@@ -329,6 +348,3 @@ class Recipe(PublicActor):
             if self._shards.was_silent(shard) or error.code is Code.NO_RESPONDERS:
                 self._lose_shard(shard)
         resent(requests)
-
-    def _now_s(self) -> float:
-        return asyncio.get_running_loop().time()

@@ -18,7 +18,8 @@ class ModelCard:
     """What clients may ask of a model.
 
     `names[0]` is the served name, the rest are aliases. `context_tokens` bounds prompt plus output.
-    `thinking_default` holds where a request does not say. `has_vision` is True only if the weights hold a vision tower.
+    `thinking_default` holds where a request does not say. `has_vision` is True only if the weights hold a vision tower;
+    then `image_token` is the id that stands at every position of an image.
     """
 
     names: tuple[str, ...]
@@ -27,6 +28,7 @@ class ModelCard:
     eos_token: int
     thinking_default: bool = True
     has_vision: bool = False
+    image_token: int = -1
     created_s: int = 0
 
     @property
@@ -52,6 +54,7 @@ class ModelCard:
         text = config.get("text_config", config)
         context = _integer(text, "max_position_embeddings", path)
         name = str(ours.get("model", path.resolve().name))
+        has_vision = any(name.startswith("vision.") for name in _tensor_names(path))
         aliases = [str(alias) for alias in ours.get("aliases", [])]
         return cls(
             names=tuple(dict.fromkeys([name, *aliases])),
@@ -59,7 +62,8 @@ class ModelCard:
             tokenizer_path=tokenizer,
             eos_token=_integer(config if "eos_token_id" in config else text, "eos_token_id", path),
             thinking_default=bool(ours.get("thinking_default", True)),
-            has_vision=any(name.startswith("vision.") for name in _tensor_names(path)),
+            has_vision=has_vision,
+            image_token=_integer(config, "image_token_id", path) if has_vision else -1,
             created_s=int((path / "config.json").stat().st_mtime),
         )
 

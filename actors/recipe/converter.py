@@ -4,25 +4,41 @@ from __future__ import annotations
 
 import datetime
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import deepseek_recipe as library
 import numpy as np
+import numpy.typing as npt
 import orjson
 
-from actors.recipe.card import ModelCard
+from actors.recipe.card import CardError, ModelCard
 from actors.recipe.fields import Refusal
+from actors.recipe.images import Source, check_room, expand, number_of
 from actors.recipe.normalise import Normal, normalise, parse
 from actors.recipe.protocol import REQUESTS
-from actors.rules.errors import error_body, status
-from schemas.api import Answer, Call, Protocol
+from schemas.api import Call, Protocol
 from schemas.bulk import Payload
 from schemas.failure import Code
 from schemas.request import Limits, Sampling, Submit
+from schemas.vision import Image, ImageResolved
 
 _BOUNDED_BYTES = 64 * 1024
 """Prompts above this are first held against a bound that needs no encoding."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A body understood, all but its images: `tokens` has one image token for each of `images`, in this order."""
+
+    protocol: Protocol
+    normal: Normal
+    request: Any
+    tokens: npt.NDArray[np.uint32]
+    images: list[Source]
+    echo: Any = None
+    namespaces: Any = None
 
 
 @dataclass(frozen=True)
@@ -37,6 +53,8 @@ class Prepared:
     max_tokens: int
     is_stream: bool
     ignored: list[str]
+    images: list[Image]
+    exact: bool
     request: Any
     echo: Any = None
     namespaces: Any = None
@@ -51,6 +69,8 @@ class Prepared:
             num_prompt_tokens=self.num_prompt_tokens,
             sampling=self.sampling,
             limits=Limits(max_tokens=self.max_tokens, deadline_ns=call.deadline_ns),
+            images=self.images,
+            exact=self.exact,
         )
 
     def attributes(self) -> dict[str, str | int | float | bool]:
@@ -69,60 +89,76 @@ class Prepared:
 
 
 class Converter:
-    """One model's card with its tokenizer, loaded. Safe to call from a thread: it has no state."""
+    """One model's card with its tokenizer, loaded. Safe to call from a thread: it has no state.
+
+    Raises CardError when the two do not agree.
+    """
 
     def __init__(self, card: ModelCard) -> None:
         self.card = card
         self.tokenizer = library.Tokenizer.from_file(str(card.tokenizer_path))
-        self._encoding = library.DeepseekV41Encoding().with_tokenizer(self.tokenizer)
+        special = self._special_tokens()
+        self._encoding = library.DeepseekV41Encoding().with_tokenizer(self.tokenizer).with_special_tokens(special)
         names = dict.fromkeys(card.names, library.ModelVersion.DeepseekV41Flash)
-        self._options = library.ConversionOptions(
+        options = library.ConversionOptions(
             default_thinking_mode=card.thinking_default,
             messages_web_search=library.WebSearchBehavior.Reject,
             responses_web_search=library.WebSearchBehavior.Reject,
-        ).with_model_versions_by_name(names)
+        )
+        self._options = options.with_model_versions_by_name(names).with_special_tokens(special)
 
-    def prepare(self, protocol: Protocol, body: bytes, seed: int) -> Prepared:
-        """Parse, check, convert and encode. `seed` is used where the client gave none. Raises Refusal."""
+    def _special_tokens(self) -> Any:
+        """The library's spellings, but the image token as this tokenizer spells it: its id is what counts."""
+        if not self.card.has_vision:
+            return library.SpecialTokens()
+        added = orjson.loads(self.card.tokenizer_path.read_bytes()).get("added_tokens", [])
+        image = next((token["content"] for token in added if token["id"] == self.card.image_token), None)
+        if image is None:
+            path = self.card.tokenizer_path
+            raise CardError(f"{path}: image_token_id {self.card.image_token} of config.json is no added token here")
+        return library.SpecialTokens(image=image)
+
+    def read(self, protocol: Protocol, body: bytes) -> Draft:
+        """Parse, check, convert and encode. Raises Refusal."""
         normal = normalise(protocol, parse(body), self.card)
         request, echo, namespaces = self._convert(protocol, normal)
-        prompt = self._encode(request, len(body))
+        tokens = np.asarray(self._encode(request, len(body)), dtype="<u4")
+        images = self._in_order(request, normal.images)
+        return Draft(protocol, normal, request, tokens, images, echo, namespaces)
+
+    def finish(self, draft: Draft, resolved: Sequence[ImageResolved], seed: int) -> Prepared:
+        """The request, now that its images are known. `seed` is used where the client gave none. Raises Refusal."""
+        normal, request = draft.normal, draft.request
+        prompt, images = expand(draft.tokens, self.card.image_token, draft.images, resolved)
+        check_room(images, draft.images, len(prompt), self.card.context_tokens)
         try:
             max_tokens = request.resolve_max_tokens(len(prompt), self.card.context_tokens)
         except library.ConversionError as error:
-            raise Refusal(Code.CONTEXT_LENGTH, _message(error), _prompt_field(protocol)) from None
+            raise Refusal(Code.CONTEXT_LENGTH, _message(error), _prompt_field(draft.protocol)) from None
         options = request.inference_options
         # The library fixes both for some modes; what the client said outright holds (spec recipe.md §5).
         temperature = options.temperature if normal.temperature is None else normal.temperature
         top_p = options.top_p if normal.top_p is None else normal.top_p
         return Prepared(
-            protocol=protocol,
+            protocol=draft.protocol,
             model=normal.model,
-            prompt=np.asarray(prompt, dtype="<u4").tobytes(),
+            prompt=prompt.tobytes(),
             num_prompt_tokens=len(prompt),
             sampling=Sampling(temperature=temperature, top_p=top_p, seed=seed if normal.seed is None else normal.seed),
             max_tokens=max_tokens,
             is_stream=request.stream,
             ignored=normal.ignored,
+            images=images,
+            exact=normal.exact,
             request=request,
-            echo=echo,
-            namespaces=namespaces,
+            echo=draft.echo,
+            namespaces=draft.namespaces,
         )
 
-    def answer(self, call: Call) -> Answer:
-        """Answer a call that needs no generation, models or count_tokens. Its body must be inline."""
-        try:
-            work = self.models if call.protocol is Protocol.MODELS else self.count_tokens
-            return Answer(status=200, body=work(call.body.inline))
-        except Refusal as refusal:
-            failure = refusal.failure
-            body = error_body(call.protocol, failure, call.request_id)
-            return Answer(status=status(failure), body=body, failure=failure)
-
-    def count_tokens(self, body: bytes) -> bytes:
+    def count(self, draft: Draft, resolved: Sequence[ImageResolved]) -> bytes:
         """The answer to `count_tokens` (Anthropic). Raises Refusal."""
-        request, _, _ = self._convert(Protocol.COUNT_TOKENS, normalise(Protocol.COUNT_TOKENS, parse(body), self.card))
-        return orjson.dumps({"input_tokens": len(self._encode(request, len(body)))})
+        tokens, _ = expand(draft.tokens, self.card.image_token, draft.images, resolved)
+        return orjson.dumps({"input_tokens": len(tokens)})
 
     def models(self, body: bytes) -> bytes:
         """The list of models, or the one named in the body as {"model": name}. Raises Refusal.
@@ -144,6 +180,7 @@ class Converter:
             **{"id": name, "object": "model", "created": self.card.created_s, "owned_by": "shoal"},
             **{"type": "model", "display_name": self.card.name, "created_at": created},
             **{"max_input_tokens": self.card.context_tokens, "max_tokens": self.card.context_tokens},
+            "capabilities": {"image_input": {"supported": self.card.has_vision}},
         }
 
     def _convert(self, protocol: Protocol, normal: Normal) -> tuple[Any, Any, Any]:
@@ -164,6 +201,17 @@ class Converter:
     def _longest_token_bytes(self) -> int:
         """Read when a long prompt asks for it. Byte-level BPE: one character of an entry is one byte of text."""
         return max(map(len, orjson.loads(self.card.tokenizer_path.read_bytes())["model"]["vocab"]))
+
+    def _in_order(self, request: Any, images: list[Source]) -> list[Source]:
+        """The images as the prompt has them: tool results are put into the order of their calls."""
+        if not images:
+            return []
+        rendered = self._encoding.render_conversation(request.conversation)
+        numbers = [number_of(source.data_url) for source in rendered.image_sources]
+        if sorted(numbers) != list(range(len(images))):
+            lost = next((image.path for number, image in enumerate(images) if number not in numbers), "")
+            raise Refusal(Code.BAD_REQUEST, f"{lost}: an image cannot stand here", lost)
+        return [images[number] for number in numbers]
 
     def _encode(self, request: Any, body_bytes: int) -> list[int]:
         limit = self.card.context_tokens

@@ -52,12 +52,14 @@ def _refused(*neutral: Any, note: str = "") -> Field:
 _TEMPERATURE = "0 is greedy; an explicit value also holds while thinking"
 _TOP_P = "an explicit value also holds outside thinking"
 _SEED = "drawn at random when absent"
+_EXACT = "an extension; `true`: no cached block is read, and no layer is skipped for any token of the prompt"
 _STRICT = "arguments are not constrained to the schema yet"
+_DETAIL = "every image gets the size that the model wants"
 _NO_CONSTRAINT = "output constraints are not enforced yet"
 
 _CHAT: dict[str, Field] = {
     "model": _honoured("the served name or an alias"),
-    "messages": _honoured("roles system, developer (as system), user, assistant, tool, latest_reminder"),
+    "messages": _honoured("roles system, developer (as system), user, assistant, tool, latest_reminder; text, images"),
     "stream": _honoured(),
     "stream_options": _honoured("`include_usage`; usage is on the last chunk with a choice in any case"),
     "max_tokens": _honoured(),
@@ -65,6 +67,7 @@ _CHAT: dict[str, Field] = {
     "temperature": _honoured(_TEMPERATURE),
     "top_p": _honoured(_TOP_P),
     "seed": _honoured(_SEED),
+    "exact": _honoured(_EXACT),
     "stop": _honoured("in the answer, not in the reasoning"),
     "tools": _honoured("functions; calls are parsed from the output as the model writes them"),
     "tool_choice": _honoured("`auto` and `none`; others are refused: " + _NO_CONSTRAINT),
@@ -76,6 +79,7 @@ _CHAT: dict[str, Field] = {
     "messages[].refusal": _ignored(),
     "messages[].annotations": _ignored(),
     "tool_calls[].index": _ignored(),
+    "content[].image_url.detail": _ignored(_DETAIL),
     "content[].cache_control": _ignored("prefixes are found by their tokens"),
     "content[].prompt_cache_breakpoint": _ignored(),
     "metadata": _ignored(),
@@ -110,7 +114,7 @@ _CHAT: dict[str, Field] = {
 
 _RESPONSES: dict[str, Field] = {
     "model": _honoured("the served name or an alias"),
-    "input": _honoured("text, or messages, reasoning (its `content`), calls, their outputs; other items are refused"),
+    "input": _honoured("text, or messages, reasoning (its `content`), calls, their outputs; text and images in them"),
     "instructions": _honoured(),
     "stream": _honoured(),
     "stream_options": _honoured("nothing in it changes the events"),
@@ -118,6 +122,7 @@ _RESPONSES: dict[str, Field] = {
     "temperature": _honoured(_TEMPERATURE),
     "top_p": _honoured(_TOP_P),
     "seed": _honoured("an extension; " + _SEED),
+    "exact": _honoured(_EXACT),
     "tools": _honoured("functions, namespaces and custom `apply_patch`; others are refused"),
     "tool_choice": _honoured("`auto` and `none`; others are refused: " + _NO_CONSTRAINT),
     "reasoning": _honoured("`effort`; `summary` is ignored"),
@@ -125,6 +130,7 @@ _RESPONSES: dict[str, Field] = {
     "tools[].strict": _ignored(_STRICT),
     "input[].summary": _ignored("of reasoning items"),
     "input[].encrypted_content": _ignored("of reasoning items"),
+    "content[].detail": _ignored(_DETAIL),
     "content[].annotations": _ignored(),
     "content[].logprobs": _ignored(),
     "content[].prompt_cache_breakpoint": _ignored(),
@@ -138,6 +144,7 @@ _RESPONSES: dict[str, Field] = {
     "service_tier": _ignored(),
     "store": _ignored("nothing is stored"),
     "user": _ignored(),
+    "content[].file_id": _refused(note="files are not kept here: send the image as a data URL"),
     "background": _refused(False),
     "background_options": _refused(),
     "context_management": _refused([]),
@@ -155,13 +162,14 @@ _RESPONSES: dict[str, Field] = {
 
 _MESSAGES: dict[str, Field] = {
     "model": _honoured("the served name or an alias"),
-    "messages": _honoured("text, thinking, tool_use, tool_result; an assistant turn at the end is not a prefill"),
+    "messages": _honoured("text, image, thinking, tool_use, tool_result; an assistant turn at the end is no prefill"),
     "system": _honoured(),
     "stream": _honoured(),
     "max_tokens": _honoured("may be absent"),
     "temperature": _honoured(_TEMPERATURE),
     "top_p": _honoured(_TOP_P),
     "seed": _honoured("an extension; " + _SEED),
+    "exact": _honoured(_EXACT),
     "stop_sequences": _honoured("in the answer, not in the reasoning"),
     "thinking": _honoured("`type`: enabled, disabled, adaptive (as enabled); `budget_tokens` is ignored"),
     "tools": _honoured("client tools; server tools are refused"),

@@ -10,11 +10,11 @@ import orjson
 
 from actors.recipe.card import ModelCard
 from actors.recipe.fields import Refusal, check, refuse_unless_neutral
+from actors.recipe.images import Source, take_images
 from actors.recipe.parts import check_parts
 from schemas.api import Protocol
 from schemas.failure import Code
 
-_IMAGES = ("image", "image_url", "input_image")
 _DOCUMENTS = ("document", "file", "input_file", "input_audio", "input_video", "video_url", "audio_url")
 _MAX_SEED = 2**63
 _LOGPROBS = "message.output_text.logprobs"
@@ -22,7 +22,7 @@ _LOGPROBS = "message.output_text.logprobs"
 
 @dataclass(frozen=True)
 class Normal:
-    """A body the library understands, and what it would lose of the client's wishes."""
+    """A body the library understands, with markers for `images`, and what it would lose of the client's wishes."""
 
     body: dict[str, Any]
     model: str
@@ -30,6 +30,8 @@ class Normal:
     temperature: float | None
     top_p: float | None
     seed: int | None
+    exact: bool
+    images: list[Source]
 
 
 def parse(body: bytes) -> dict[str, Any]:
@@ -56,8 +58,13 @@ def normalise(protocol: Protocol, value: dict[str, Any], card: ModelCard) -> Nor
         raise Refusal(Code.MODEL_NOT_FOUND, message, "model")
     ignored.extend(_CORRECTIONS[protocol](body))
     for part, content in (("messages", "messages"), ("input", "input"), ("system", "system")):
-        _refuse_blocks(body.get(part), content, card)
+        _refuse_documents(body.get(part), content)
     ignored.extend(check_parts(protocol, body))
+    images, ignored_of_images = take_images(protocol, body, card)
+    ignored.extend(ignored_of_images)
+    exact = body.pop("exact", False)
+    if not isinstance(exact, bool):
+        raise Refusal(Code.BAD_REQUEST, "exact must be true or false", "exact")
     seed = body.pop("seed", None) if protocol is not Protocol.CHAT_COMPLETIONS else body.get("seed")
     if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < _MAX_SEED):
         raise Refusal(Code.BAD_REQUEST, "seed must be a whole number in [0, 2^63)", "seed")
@@ -68,6 +75,8 @@ def normalise(protocol: Protocol, value: dict[str, Any], card: ModelCard) -> Nor
         temperature=_number(body, "temperature"),
         top_p=_number(body, "top_p"),
         seed=seed,
+        exact=exact,
+        images=images,
     )
 
 
@@ -174,13 +183,10 @@ def _refuse_choice(value: Any) -> None:
         raise Refusal(Code.UNSUPPORTED, message, "tool_choice")
 
 
-def _refuse_blocks(value: Any, name: str, card: ModelCard) -> None:
+def _refuse_documents(value: Any, name: str) -> None:
     """Refuse content that would otherwise be dropped or replaced by a note, wherever it sits."""
     for block in _blocks(value):
         kind = block.get("type")
-        if kind in _IMAGES:
-            why = "images are not served yet" if card.has_vision else f"{card.name} is a text-only checkpoint"
-            raise Refusal(Code.UNSUPPORTED, f"{name}: {why}; remove the image", name)
         if kind in _DOCUMENTS:
             raise Refusal(Code.UNSUPPORTED, f"{name}: content of type {kind!r} is not supported; send text", name)
 

@@ -22,16 +22,16 @@ _ITEMS = (
 )
 _ITEM = {"type", "role", "content", "call_id", "name", "namespace", "arguments", "input", "output"}
 _ITEM |= {"id", "status", "phase"}  # what the item was: our own answers have them, and they change nothing
-_MESSAGES_BLOCK = {"type", "text", "thinking", "signature", "id", "name", "input", "tool_use_id", "content"}
+_MESSAGES_BLOCK = {"type", "text", "thinking", "signature", "id", "name", "input", "tool_use_id", "content", "source"}
 
-_HONOURED: dict[Protocol, dict[str, set[str]]] = {
+HONOURED: dict[Protocol, dict[str, set[str]]] = {
     Protocol.CHAT_COMPLETIONS: {
         "messages[]": {"role", "content", "reasoning_content", "tool_calls", "tool_call_id", "prefix"},
-        "content[]": {"type", "text"},
+        "content[]": {"type", "text", "image_url"},
         "tool_calls[]": {"id", "type", "function"},
         "tool_calls[].function": {"name", "arguments"},
     },
-    Protocol.RESPONSES: {"input[]": _ITEM, "content[]": {"type", "text"}},
+    Protocol.RESPONSES: {"input[]": _ITEM, "content[]": {"type", "text", "image_url"}},
     Protocol.MESSAGES: {"messages[]": {"role", "content"}, "content[]": _MESSAGES_BLOCK},
     Protocol.COUNT_TOKENS: {"messages[]": {"role", "content"}, "content[]": _MESSAGES_BLOCK},
 }
@@ -43,15 +43,15 @@ def check_parts(protocol: Protocol, body: dict[str, Any]) -> list[str]:
     refused or unknown, or an item of a type that is not served.
     """
     ignored: list[str] = []
-    for place, path, part in _parts(body):
+    for place, path, part in parts(body):
         if place == "input[]":
             _check_kind(path, part)
         ignored += _check_fields(protocol, place, path, part)
     return ignored
 
 
-def _parts(body: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """(kind, path, part) of every message, item and block."""
+def parts(body: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """(kind, path, part) of every message, item and block, each before what it holds."""
     for name in ("messages", "input"):
         for path, part in _members(body.get(name), name):
             yield f"{name}[]", path, part
@@ -84,7 +84,7 @@ def _check_kind(path: str, item: dict[str, Any]) -> None:
 
 
 def _check_fields(protocol: Protocol, place: str, path: str, part: dict[str, Any]) -> list[str]:
-    honoured, ignored = _HONOURED[protocol].get(place, set()), []
+    honoured, ignored = HONOURED[protocol].get(place, set()), []
     if part.get("type") == "reasoning_text":
         return []
     for name, value in part.items():

@@ -45,6 +45,11 @@ class Outcome(NamedTuple):
         return Answer(status=self.status, body=self.items[-1], failure=self.failure)
 
 
+def refused(call: Call, failure: Failure) -> Answer:
+    """The answer to a call that failed before anything was generated."""
+    return Answer(status=status(failure), body=error_body(call.protocol, failure, call.request_id), failure=failure)
+
+
 @dataclass(slots=True, eq=False)
 class OpenRequest:
     """One request from its arrival to its terminal event. Times are in seconds of the loop's clock."""

@@ -19,4 +19,9 @@ def body(protocol: Protocol, text: str = "Hi", **fields: Any) -> dict[str, Any]:
 
 
 def prepare(converter: Converter, protocol: Protocol, text: str = "Hi", **fields: Any) -> Prepared:
-    return converter.prepare(protocol, json.dumps(body(protocol, text, **fields)).encode(), 7)
+    return prepared(converter, protocol, json.dumps(body(protocol, text, **fields)).encode())
+
+
+def prepared(converter: Converter, protocol: Protocol, raw: bytes) -> Prepared:
+    """A body without images, all the way."""
+    return converter.finish(converter.read(protocol, raw), [], 7)

@@ -46,11 +46,19 @@ CONTEXT_TOKENS = 2048
 TIMEOUT_S = 10.0
 
 
-def make_card(folder: Path, **ours: Any) -> ModelCard:
-    """A checkpoint folder without weights, and its card."""
+IMAGE_TOKEN = 1015
+"""Of the tokenizer below."""
+
+
+def make_card(folder: Path, *, image_token: int | None = None, **ours: Any) -> ModelCard:
+    """A checkpoint folder without weights, and its card; with an image token it has a vision tower."""
     folder.mkdir(parents=True, exist_ok=True)
     train(1024).save(str(folder / "tokenizer.json"))
-    config = {"text_config": {"max_position_embeddings": CONTEXT_TOKENS}, "eos_token_id": 1}
+    config: dict[str, Any] = {"text_config": {"max_position_embeddings": CONTEXT_TOKENS}, "eos_token_id": 1}
+    if image_token is not None:
+        config["image_token_id"] = image_token
+        index = {"weight_map": {"vision.norm.weight": "model.safetensors"}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "config.json").write_text(json.dumps(config))
     ours = {"model": "shoal-tiny", "aliases": ["tiny"], "thinking_default": False} | ours
     (folder / "shoal.json").write_text(json.dumps(ours))

@@ -15,16 +15,16 @@ from actors.recipe.card import CardError, ModelCard
 from actors.recipe.converter import Converter, load_converter
 from actors.recipe.fields import Refusal
 from actors.recipe.protocol import request_id_of, response_id
-from schemas.api import Call, Protocol
-from schemas.bulk import Payload
+from actors.rules.errors import error_body, status
+from schemas.api import Protocol
 from schemas.failure import Code, Failure
-from tests.actors.bodies import CHAT, GENERATING, ID, MESSAGES, RESPONSES, body, prepare
-from tests.actors.edge import CONTEXT_TOKENS, make_card
+from tests.actors.bodies import CHAT, GENERATING, ID, MESSAGES, RESPONSES, body, prepare, prepared
+from tests.actors.edge import CONTEXT_TOKENS, IMAGE_TOKEN, make_card
 
 
 def refused(converter: Converter, protocol: Protocol, raw: bytes) -> Failure:
     with pytest.raises(Refusal) as refusal:
-        converter.prepare(protocol, raw, 7)
+        prepared(converter, protocol, raw)
     return refusal.value.failure
 
 
@@ -165,7 +165,7 @@ some_fields = st.dictionaries(st.sampled_from(FIELD_NAMES), json_values, max_siz
 def test_anything_is_taken_or_refused(converter: Converter, fields: dict[str, Any], protocol: Protocol) -> None:
     raw = json.dumps({**body(protocol), **fields}).encode("utf-8", "surrogatepass")
     try:
-        converter.prepare(protocol, raw, 7)
+        prepared(converter, protocol, raw)
     except Refusal as refusal:
         assert refusal.failure.code is not Code.INTERNAL
 
@@ -174,13 +174,17 @@ def test_anything_is_taken_or_refused(converter: Converter, fields: dict[str, An
 
 
 def answer(converter: Converter, protocol: Protocol, raw: bytes) -> tuple[int, dict[str, Any]]:
-    answer = converter.answer(Call(stream_id=0, gateway="", protocol=protocol, body=Payload(inline=raw), request_id=ID))
-    return answer.status, json.loads(answer.body)
+    try:
+        is_models = protocol is Protocol.MODELS
+        done = converter.models(raw) if is_models else converter.count(converter.read(protocol, raw), [])
+    except Refusal as refusal:
+        return status(refusal.failure), json.loads(error_body(protocol, refusal.failure, ""))
+    return 200, json.loads(done)
 
 
 def test_count_tokens(converter: Converter) -> None:
     raw = json.dumps(body(MESSAGES)).encode()
-    expected = converter.prepare(MESSAGES, raw, 7).num_prompt_tokens
+    expected = prepared(converter, MESSAGES, raw).num_prompt_tokens
     assert answer(converter, Protocol.COUNT_TOKENS, raw) == (200, {"input_tokens": expected})
     http_status, error = answer(converter, Protocol.COUNT_TOKENS, b"{")
     assert (http_status, error["error"]["type"]) == (400, "invalid_request_error")
@@ -212,7 +216,9 @@ def test_card(tmp_path: Path) -> None:
     assert (card.thinking_default, card.has_vision) == (False, False)
     header = json.dumps({"vision.norm.weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 4)
-    assert ModelCard.from_folder(tmp_path).has_vision
+    with pytest.raises(CardError, match="image_token_id is missing"):
+        ModelCard.from_folder(tmp_path)
+    assert make_card(tmp_path, image_token=IMAGE_TOKEN).has_vision
     (tmp_path / "shoal.json").unlink()
     assert ModelCard.from_folder(tmp_path).name == tmp_path.name
 

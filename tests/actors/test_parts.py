@@ -16,7 +16,7 @@ from actors.recipe.session import Session
 from schemas.api import Protocol
 from schemas.failure import Code
 from schemas.request import FinishReason
-from tests.actors.bodies import CHAT, ID, MESSAGES, RESPONSES
+from tests.actors.bodies import CHAT, ID, MESSAGES, RESPONSES, prepared
 from tests.actors.test_fields import chat, messages, responses
 
 HI: dict[str, Any] = {"role": "user", "content": "Hi"}
@@ -115,16 +115,16 @@ def test_harmless_fields_are_listed_when_they_say_something() -> None:
 
 def answer(converter: Converter, protocol: Protocol, body: dict[str, Any]) -> dict[str, Any]:
     """What a request with this body is answered when the model thinks, speaks and calls."""
-    prepared = converter.prepare(protocol, json.dumps(body).encode(), 7)
-    session = Session(converter, prepared, ID, 1)
+    done = prepared(converter, protocol, json.dumps(body).encode())
+    session = Session(converter, done, ID, 1)
     session.push(converter.tokenizer.encode(OUTPUT))
     answered: dict[str, Any] = json.loads(session.finish(FinishReason.STOP, 2)[-1])
     return answered
 
 
 def replay(converter: Converter, protocol: Protocol, body: dict[str, Any]) -> tuple[str, list[str]]:
-    prepared = converter.prepare(protocol, json.dumps(body).encode(), 7)
-    return converter._encoding.render_conversation(prepared.request.conversation).prompt, prepared.ignored
+    done = prepared(converter, protocol, json.dumps(body).encode())
+    return converter._encoding.render_conversation(done.request.conversation).prompt, done.ignored
 
 
 def test_a_chat_answer_is_good_history(converter: Converter) -> None:
