@@ -32,6 +32,15 @@ def test_full_size_rows_and_constants(masked: bool) -> None:
 
 
 @pytest.mark.oracle
+@pytest.mark.parametrize("text", ["text0", "text1", "text2"])
+def test_full_size_rows_of_real_texts(text: str) -> None:
+    data = golden("units/engram_full_real_tokens")
+    for number, table in enumerate(hash_tables((1, 14), 4, 8, 16_000_000, 99_092)):
+        got = table_rows(history(data[f"{text}.compressed"]), 2, table)
+        assert torch.equal(got, data[f"{text}.rows"][:, number])
+
+
+@pytest.mark.oracle
 @pytest.mark.parametrize(("number", "layer"), [(0, 1), (1, 4)])
 def test_layer_of_the_small_model(mini_bf16: Model, number: int, layer: int) -> None:
     data = golden("mini/engram")

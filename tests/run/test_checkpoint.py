@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
 import deepseek_recipe
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
 from kernels.config import ModelConfig
 from kernels.engine import Admission, Chunk, Sampling
 from kernels.local import LocalEngine
+from kernels.tensors import DTYPES, model_tensors, stored
 from run.checkpoint import DEFAULT_SEED, inspect, make
 
 TINY = Path(__file__).parents[2] / "run" / "models" / "shoal-tiny"
@@ -66,6 +69,58 @@ def test_it_is_small_and_has_every_role(capsys: pytest.CaptureFixture[str]) -> N
     assert "layer 6: reindex" in printed
     assert "layers 8-10: draft" in printed
     assert "No problem found." in printed
+
+
+def test_the_index_of_the_real_model_is_checked_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copy(Path(__file__).parents[1] / "data" / "real_config.json", tmp_path / "config.json")
+    tensors = model_tensors(ModelConfig.from_folder(tmp_path))
+    names = [part.name for tensor in tensors for part in stored(tensor, DTYPES[tensor.format][0])]
+    index = {"metadata": {"total_size": 510_286_023_000}, "weight_map": dict.fromkeys(names, "model-00001.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert inspect(tmp_path) == 0
+    printed = capsys.readouterr().out
+    for said in ("96,085 tensors", "Checked: names only", "763,205,315,794", "510,286,023,000", "No problem found."):
+        assert said in printed
+    assert "The index says" not in printed
+
+    del index["weight_map"]["layers.30.ffn.experts.100.w3.scale"]
+    index["metadata"]["total_size"] = 7
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert inspect(tmp_path) == 1
+    printed = capsys.readouterr().out
+    assert "index.json: layers.30.ffn.experts.100.w3.scale is missing" in printed
+    assert "Problems: 1" in printed and "The index says 7 bytes" in printed
+
+
+def test_inspect_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert inspect(TINY, json=True) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["checked"], told["tensors"], told["problems"]) == ("names, shapes, types", 852, [])
+    experts = next(row for row in told["roles"] if (row["part"], row["role"]) == ("backbone", "routed experts"))
+    assert (experts["tensors"], experts["dtypes"]) == (2 * 3 * 8 * 8, ["F8_E8M0", "I8"])
+    assert told["bytes"] == sum(row["bytes"] for row in told["roles"])
+    assert told["parameters"] == sum(row["parameters"] for row in told["roles"])
+
+    shutil.copy(TINY / "config.json", tmp_path)
+    left_out = ("mtp.", "layers.3.ffn.experts.2.")
+    tensors = load_file(TINY / "model.safetensors").items()
+    save_file({k: v for k, v in tensors if not k.startswith(left_out)}, tmp_path / "model.safetensors")
+    assert inspect(tmp_path, json=True) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["left_out"] == ["drafts"]
+    assert len(told["problems"]) == 6
+    assert told["problems"][0] == {
+        "file": str(tmp_path / "model.safetensors"),
+        "what": "layers.3.ffn.experts.2.w1.weight is missing",
+    }
+
+
+def test_inspecting_without_files_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copy(TINY / "config.json", tmp_path)
+    assert inspect(tmp_path) == 1
+    printed = capsys.readouterr().out
+    assert "Checked: nothing" in printed and "model.safetensors: not found" in printed
+    assert "852" in printed  # what there should be
 
 
 def test_inspecting_what_is_no_checkpoint_is_one_line(tmp_path: Path) -> None:
