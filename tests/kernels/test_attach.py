@@ -1,0 +1,147 @@
+"""Images of a prompt through the engine contract: what computes reads them, what only spends time keeps the order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from kernels.engine import Admission, Chunk, Engine, ImageRows
+from kernels.local import LocalEngine
+from kernels.timed import TimedEngine
+from tests.conftest import Run
+from tests.kernels.test_engine import GREEDY, TIMED, extend
+from tests.kernels.vision_set import FOLDER, PROMPTS, golden, images, span, tokens
+
+IMAGE_TOKEN = 187
+
+
+def engine() -> LocalEngine:
+    return LocalEngine(FOLDER, num_slots=5, max_step_tokens=64)
+
+
+def rows_of(prompt: str) -> list[ImageRows]:
+    return [ImageRows(start, rows.tobytes()) for start, rows in images(prompt, 0)[0]]
+
+
+async def begin(local: Engine, prompt: str) -> None:
+    assert local.admit(prompt, len(tokens(prompt)) + 16, GREEDY) is Admission.OK
+    local.attach(prompt, rows_of(prompt))
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("cut", [64, 5])
+def test_golden_tokens_together_and_in_any_cut(run_async: Run, cut: int) -> None:
+    async def main() -> None:
+        local = engine()
+        await local.start()
+        done = dict.fromkeys(PROMPTS, 0)
+        for prompt in PROMPTS:
+            await begin(local, prompt)
+        while left := [prompt for prompt in PROMPTS if done[prompt] < len(tokens(prompt))]:
+            chunks = []
+            for prompt in left:
+                piece = tokens(prompt)[done[prompt] : done[prompt] + cut]
+                chunks.append(Chunk(prompt, np.array(piece, np.uint32)))
+                done[prompt] += len(piece)
+            await local.prefill(chunks)
+        found = await extend(local, PROMPTS, 16)
+        for prompt in PROMPTS:
+            assert found[prompt] == golden()[f"{prompt}.greedy_intended_tokens_fp32"].tolist()
+        await local.close()
+
+    run_async(main())
+
+
+@pytest.mark.oracle
+def test_generation_goes_on_where_the_state_is_taken(run_async: Run) -> None:
+    """Embeddings are no part of a state: once their rows are computed, nobody needs them."""
+
+    async def main() -> None:
+        local, other = engine(), engine()
+        await local.start()
+        await other.start()
+        await begin(local, "v2")
+        await local.prefill([Chunk("v2", np.array(tokens("v2"), np.uint32))])
+        other.admit("v2", len(tokens("v2")) + 16, GREEDY)
+        await other.restore("v2", await local.export("v2"))
+        found = await extend(other, ["v2"], 16)
+        assert found["v2"] == golden()["v2.greedy_intended_tokens_fp32"].tolist()
+        await local.close()
+        await other.close()
+
+    run_async(main())
+
+
+@pytest.mark.parametrize(
+    ("attached", "why"),
+    [
+        ([ImageRows(0, b"x" * 257)], "not rows of 256"),
+        ([ImageRows(0, b"")], "not rows of 256"),
+        ([ImageRows(-1, span(0).tobytes())], "begins within"),
+        ([ImageRows(2, span(0).tobytes()), ImageRows(9, span(1).tobytes())], "begins within"),
+        ([ImageRows(9, span(1).tobytes()), ImageRows(2, span(0).tobytes())], "begins within"),
+        ([ImageRows(33, span(0).tobytes())], "reach position 41, the request reserved 40"),
+        ([ImageRows(0, np.full((8, 64), np.nan, np.float32).tobytes())], "not finite"),
+    ],
+)
+def test_refused_images_change_nothing(run_async: Run, attached: list[ImageRows], why: str) -> None:
+    async def main() -> None:
+        local = engine()
+        await local.start()
+        local.admit("r", 40, GREEDY)
+        with pytest.raises(ValueError, match=why):
+            local.attach("r", attached)
+        await local.prefill([Chunk("r", np.array(tokens("v1")[:20], np.uint32))])
+        await local.close()
+
+    run_async(main())
+
+
+def test_an_image_stands_where_image_tokens_do(run_async: Run) -> None:
+    async def main() -> None:
+        local = engine()
+        await local.start()
+        local.admit("r", 40, GREEDY)
+        local.attach("r", [ImageRows(3, span(0).tobytes())])
+        wrong = np.array([5, 6, 7, *[IMAGE_TOKEN] * 7, 8, 9], np.uint32)
+        with pytest.raises(ValueError, match="no image tokens where its image at position 3 is"):
+            await local.prefill([Chunk("r", wrong)])
+        await local.prefill([Chunk("r", wrong[:7])])
+        with pytest.raises(ValueError, match="no image tokens"):
+            await local.prefill([Chunk("r", wrong[7:])])
+        await local.prefill([Chunk("r", np.array([IMAGE_TOKEN] * 4 + [9], np.uint32))])
+        assert len((await local.decode(["r"]))[0]) >= 1
+        await local.close()
+
+    run_async(main())
+
+
+@pytest.mark.parametrize("make", [engine, lambda: TimedEngine(TIMED, range(3, 99))])
+def test_only_before_the_first_chunk(run_async: Run, make: Callable[[], Engine]) -> None:
+    async def main() -> None:
+        either = make()
+        await either.start()
+        with pytest.raises(KeyError):
+            either.attach("r", rows_of("v0"))
+        either.admit("r", 40, GREEDY)
+        either.attach("r", rows_of("v0"))
+        await either.prefill([Chunk("r", np.array(tokens("v0"), np.uint32))])
+        with pytest.raises(ValueError, match="has state already"):
+            either.attach("r", rows_of("v0"))
+        await either.close()
+
+    run_async(main())
+
+
+def test_a_model_without_vision_takes_none(run_async: Run) -> None:
+    async def main() -> None:
+        local = LocalEngine(FOLDER.parent / "mini", num_slots=1, max_step_tokens=64)
+        await local.start()
+        local.admit("r", 40, GREEDY)
+        with pytest.raises(ValueError, match="mini has no vision"):
+            local.attach("r", rows_of("v0"))
+        await local.close()
+
+    run_async(main())
