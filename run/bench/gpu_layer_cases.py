@@ -39,6 +39,12 @@ def _route(draw: Draw) -> tuple[Any, ...]:
     return (logits, bias, s.expert_picks, 1.5)
 
 
+def _route_images(draw: Draw) -> tuple[Any, ...]:
+    logits, bias, num_picks, factor = _route(draw)
+    is_image = torch.arange(len(logits))[:, None] % 3 == 1
+    return (logits, torch.where(is_image, bias.flip(0), bias), num_picks, factor)
+
+
 def _experts(rounding: Rounding) -> Case:
     def make(draw: Draw) -> tuple[Any, ...]:
         s = draw.sizes
@@ -140,6 +146,7 @@ LAYER_CASES = [
     Case("linear", "linear.linear", _linear, (0,), 2e-6),
     Case("FP8 linear", "linear.fp8_linear", _fp8_linear, (0,), 2e-6),
     Case("route", "experts.route", _route, (0,), 1e-6),
+    Case("route with images", "experts.route", _route_images, (0, 1), 1e-6),
     _experts(keep),
     _experts(to_bf16),
     Case("mix", "mix.mix", _mix, (0,), 1e-5),

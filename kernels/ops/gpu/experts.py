@@ -65,17 +65,18 @@ def run_fp4_experts(
 
 
 def route(logits: torch.Tensor, bias: torch.Tensor, num_picks: int, factor: float) -> Routes:
-    """Pick experts by score plus `bias` [experts] (equal: the lower id), weighted by score alone."""
+    """Pick experts by score plus `bias` [experts] or [rows, experts] (equal: the lower id), weighted by score alone."""
     rows, num_experts = logits.shape
     picked = torch.empty(rows, num_picks, dtype=torch.int64, device=logits.device)
     weights = torch.empty(rows, num_picks, dtype=torch.float32, device=logits.device)
     if rows:
         route_kernel[rows,](
             logits.contiguous(),
-            bias,
+            bias.contiguous(),
             picked,
             weights,
             factor,
+            BIAS_ROWS=bias.dim() == 2,
             NUM=num_experts,
             PICKS=num_picks,
             BLOCK=power_of_two(num_experts),
@@ -117,13 +118,15 @@ def _operands(x: Codes, weights: Fp4Weights) -> tuple[torch.Tensor, ...]:
 
 @triton.jit
 def route_kernel(
-    p_logits, p_bias, p_picked, p_weights, factor, NUM: tl.constexpr, PICKS: tl.constexpr, BLOCK: tl.constexpr,
-    PICK_BLOCK: tl.constexpr,
+    p_logits, p_bias, p_picked, p_weights, factor, BIAS_ROWS: tl.constexpr, NUM: tl.constexpr, PICKS: tl.constexpr,
+    BLOCK: tl.constexpr, PICK_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row; log(1 + e) is corrected for what the sum loses, as log1p does."""
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
     mask = expert < NUM
+    if BIAS_ROWS:
+        p_bias += row * NUM
     x = tl.load(p_logits + row * NUM + expert, mask=mask, other=0.0)
     small = tl.exp(-tl.abs(x))
     more = 1.0 + small
