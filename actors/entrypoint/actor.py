@@ -14,30 +14,15 @@ from actors.entrypoint.request import Owner, Request, Verdict
 from actors.entrypoint.shard import Shard
 from actors.rules.outbox import Outbox
 from actors.rules.spans import end_span
+from bus import subjects
 from bus.actor import Actor, Envelope, Handler
 from bus.bulk import Bulk
 from bus.bus import Bus, BusError, fail
 from bus.courier import Courier
+from bus.images import encode_images, release_images
 from bus.insist import insist
 from bus.place import place
-from bus.subjects import (
-    CANCEL,
-    CANCEL_DECODE,
-    CANCEL_PREFILL,
-    CLAIM,
-    DISPATCH,
-    EXITED,
-    RECIPE_TOKENS,
-    RELEASE_PREFILL,
-    RESEND,
-    RESEND_DECODE,
-    RESEND_PREFILL,
-    ROUTE_PREFILL,
-    SUBMIT,
-    TOKENS,
-    Address,
-    Subject,
-)
+from bus.subjects import DISPATCH, EXITED, RELEASE_PREFILL, ROUTE_PREFILL, TOKENS, Address, Subject
 from schemas.failure import Code, Failure
 from schemas.handover import Claim, Claimed, ClaimRefused, Dispatch, Refused
 from schemas.liveness import ProcessExited
@@ -83,18 +68,20 @@ class Entrypoint(Actor):
         self.shard = Shard(id, first_epoch=bus.seams.random.getrandbits(30) << 32)
         self._bulk = bulk
         self._outbox = Outbox(f"{self.role}/{id}")
-        self._courier = Courier(bus, RECIPE_TOKENS, self._outbox, self.wake, self._abandon)
+        self._courier = Courier(bus, subjects.RECIPE_TOKENS, self._outbox, self.wake, self._abandon)
         self._spans: dict[str, Span] = {}
         self._strikes: dict[Owner, int] = {}
         self._repairing: set[str] = set()
+        self._encoding: dict[str, asyncio.Future[Any]] = {}
+        self._vision_loss = asyncio.Event()
 
     def handlers(self) -> Mapping[Subject[Any, Any], Handler]:
         return {
-            SUBMIT: self._on_submit,
-            CANCEL: self._on_cancel,
-            CLAIM: self._on_claim,
-            TOKENS: self._on_tokens,
-            RESEND: self._on_resend,
+            subjects.SUBMIT: self._on_submit,
+            subjects.CANCEL: self._on_cancel,
+            subjects.CLAIM: self._on_claim,
+            subjects.TOKENS: self._on_tokens,
+            subjects.RESEND: self._on_resend,
         }
 
     def events(self) -> Mapping[Address[Any, Any], Handler]:
@@ -120,7 +107,7 @@ class Entrypoint(Actor):
     async def _on_submit(self, submit: Submit, envelope: Envelope) -> Submitted:
         if self.is_draining:
             raise fail(Code.SHUTTING_DOWN, f"entrypoint {self.id} takes no new requests")
-        request = self.shard.submit(submit, self._now_s())
+        request = self.shard.submit(submit, self.now_s())
         if request is None:
             raise fail(Code.DUPLICATE_REQUEST, f"a request with the id {submit.request_id} is running")
         span = tracer.start_span("entrypoint", context=envelope.context)
@@ -150,11 +137,11 @@ class Entrypoint(Actor):
         request = self.shard.get(claim.request_id)
         if request is None:
             return ClaimRefused(reason=f"entrypoint {self.id} does not know this request")
-        return request.claim(claim.from_epoch, claim.replica, self._now_s())
+        return request.claim(claim.from_epoch, claim.replica, self.now_s())
 
     async def _on_tokens(self, emitted: TokensEmitted, envelope: Envelope) -> Taken:
         ends = dict(emitted.ends)
-        now_s, start = self._now_s(), 0
+        now_s, start = self.now_s(), 0
         for i, request_id in enumerate(emitted.request_ids):
             stop = start + emitted.counts[i]
             tokens, start = emitted.tokens[start:stop], stop
@@ -178,10 +165,12 @@ class Entrypoint(Actor):
         return Taken()
 
     async def _on_exited(self, exited: ProcessExited, envelope: Envelope) -> None:
-        for member in exited.members:
-            role, _, id = member.partition("/")
-            if role in (Role.PREFILL, Role.DECODE):
-                self._lose(Owner(Role(role), id), f"the process {exited.name} ended")
+        for role in (Role.PREFILL, Role.DECODE):
+            for id in exited.ids(role):
+                self._lose(Owner(role, id), f"the process {exited.name} ended")
+        if exited.ids(Role.VISION):
+            self._vision_loss.set()
+            self._vision_loss = asyncio.Event()
 
     # Placing
 
@@ -190,6 +179,7 @@ class Entrypoint(Actor):
         with trace.use_span(span):
             try:
                 request.prompt = await self._bulk.unwrap(request.submit.prompt)
+                await self._encode(request)
                 await place(
                     self.bus,
                     ROUTE_PREFILL,
@@ -201,13 +191,35 @@ class Entrypoint(Actor):
                 )
             except BusError as error:
                 self._end(request, Failed(failure=error.failure))
+        await release_images(self.bus, request.held())
         if request.end is not None and request.owner is not None:
             await self._cancel_at(request.owner, request.id, request.epoch)
 
+    async def _encode(self, request: Request) -> None:
+        """Have its images encoded, before a replica is chosen: no reservation waits for them. Raises BusError."""
+        wanted = request.to_encode()
+        if not wanted or request.end is not None:
+            return
+        encoding = self._encoding[request.id] = asyncio.ensure_future(
+            encode_images(self.bus, wanted, lambda: self._vision_loss)
+        )
+        try:
+            await asyncio.wait([encoding])
+            if encoding.cancelled():  # the request has ended
+                await self.bus.tell(subjects.CANCEL_VISION.all(), Cancel(request_id=request.id))
+            else:
+                request.were_encoded(encoding.result())
+        finally:
+            encoding.cancel()
+            del self._encoding[request.id]
+
     async def _dispatch(self, request: Request, routed: Routed) -> bool:
         """Give the request to a replica. Whether it took it; raises BusError when none ever can."""
+        await self._encode(request)
+        if request.end is not None:
+            return False
         prompt = await self._bulk.wrap(request.prompt)
-        epoch = request.dispatch(routed.replica, self._now_s())
+        epoch = request.dispatch(routed.replica, self.now_s())
         dispatch = Dispatch(
             request_id=request.id,
             entrypoint=self.id,
@@ -218,11 +230,13 @@ class Entrypoint(Actor):
             num_prompt_tokens=request.submit.num_prompt_tokens,
             sampling=request.submit.sampling,
             limits=request.submit.limits,
+            images=request.embeddings(),
+            exact=request.submit.exact,
         )
         try:
             answer = await self.bus.ask(DISPATCH.at(routed.replica), dispatch, timeout_s=DISPATCH_S)
             if not isinstance(answer, Refused):
-                request.dispatched(self._now_s())
+                request.dispatched(self.now_s())
                 return True
             if answer.is_final:
                 raise fail(Code.CONTEXT_LENGTH, answer.reason)
@@ -231,6 +245,8 @@ class Entrypoint(Actor):
                 raise
             if request.epoch != epoch:
                 return True  # claimed meanwhile: only the answer was lost
+            if error.code is Code.TRANSFER_FAILED and request.encoded and not request.were_lost():
+                raise fail(Code.VISION_ERROR, "the encoded images could not be moved to prefill") from None
             if error.code is Code.DEADLINE_EXCEEDED:
                 self.spawn(self._cancel_at(Owner(Role.PREFILL, routed.replica), request.id, epoch))
         finally:
@@ -242,7 +258,9 @@ class Entrypoint(Actor):
     # Ending
 
     def _end(self, request: Request, end: End) -> None:
-        if self.shard.finish(request, end, self._now_s()):
+        if (encoding := self._encoding.get(request.id)) is not None:
+            encoding.cancel()
+        if self.shard.finish(request, end, self.now_s()):
             self._outbox.add(request.submit.recipe, request.id, request.epoch, len(request.tokens), [], end)
             self._close_span(request)
             self.wake()
@@ -260,7 +278,7 @@ class Entrypoint(Actor):
         await envelope.answer(CancelAcknowledged(request_id=request.id, was_running=True))
 
     async def _cancel_at(self, owner: Owner, request_id: str, epoch: int) -> None:
-        subject = CANCEL_PREFILL if owner.role is Role.PREFILL else CANCEL_DECODE
+        subject = subjects.CANCEL_PREFILL if owner.role is Role.PREFILL else subjects.CANCEL_DECODE
         cancel = Cancel(request_id=request_id, epoch=epoch)
         await insist(self.bus, subject.at(owner.replica), cancel, timeout_s=ASK_S, tries=MAX_STRIKES)
 
@@ -269,7 +287,7 @@ class Entrypoint(Actor):
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(WATCH_S)
-            now_s = self._now_s()
+            now_s = self.now_s()
             for request in self.shard.overdue(self.bus.seams.clock_ns()):
                 failure = Failure(code=Code.DEADLINE_EXCEEDED, message="the deadline of the request has passed")
                 self._end(request, Failed(failure=failure))
@@ -283,7 +301,7 @@ class Entrypoint(Actor):
 
     async def _probe(self, owner: Owner, requests: list[Request]) -> None:
         """Ask an owner for what was missed of these requests; find out whether it still is there."""
-        subject = RESEND_PREFILL if owner.role is Role.PREFILL else RESEND_DECODE
+        subject = subjects.RESEND_PREFILL if owner.role is Role.PREFILL else subjects.RESEND_DECODE
         resend = Resend(
             request_ids=[request.id for request in requests],
             first_indexes=[len(request.tokens) for request in requests],
@@ -302,9 +320,6 @@ class Entrypoint(Actor):
         await self.bus.tell(TOKENS.at(self.id), emitted)
 
     # Small things
-
-    def _now_s(self) -> float:
-        return asyncio.get_running_loop().time()
 
     def _close_span(self, request: Request) -> None:
         if (span := self._spans.pop(request.id, None)) is not None:

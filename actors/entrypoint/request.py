@@ -6,9 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from schemas.bulk import Handle
 from schemas.handover import Claimed, ClaimRefused
 from schemas.message import Role
 from schemas.request import End, Submit
+from schemas.vision import EncodeImage, ImageEmbeddings, ImageEncoded
 
 
 class Verdict(Enum):
@@ -41,6 +43,8 @@ class Request:
     epochs: Iterator[int]
     heard_s: float
     prompt: bytes = b""
+    encoded: list[ImageEncoded] = field(default_factory=list)
+    num_encodings: int = 0
     epoch: int = 0
     claimed_from: int = 0
     is_dispatching: bool = False
@@ -52,6 +56,35 @@ class Request:
     @property
     def id(self) -> str:
         return self.submit.request_id
+
+    def to_encode(self) -> list[EncodeImage]:
+        """What vision has still to do for it: its images, unless they are encoded."""
+        if self.encoded:
+            return []
+        deadline_ns = self.submit.limits.deadline_ns
+        return [EncodeImage(request_id=self.id, image=image, deadline_ns=deadline_ns) for image in self.submit.images]
+
+    def were_encoded(self, encoded: list[ImageEncoded]) -> None:
+        """Its images are there for prefill."""
+        self.encoded = encoded
+        self.num_encodings += 1
+
+    def were_lost(self) -> bool:
+        """Prefill could not get them. True if they can be encoded again: once."""
+        self.encoded = []
+        return self.num_encodings == 1
+
+    def embeddings(self) -> list[ImageEmbeddings]:
+        """For prefill: its encoded images and where they stand."""
+        return [
+            ImageEmbeddings(start=image.start, num_tokens=image.num_tokens, embeddings=encoded.embeddings)
+            for image, encoded in zip(self.submit.images, self.encoded, strict=True)
+        ]
+
+    def held(self) -> list[tuple[str, Handle]]:
+        """All that vision replicas hold for it, as (replica, handle)."""
+        pixels = [(image.vision, image.pixels) for image in self.submit.images]
+        return pixels + [(encoded.vision, encoded.embeddings) for encoded in self.encoded]
 
     def dispatch(self, replica: str, now_s: float) -> int:
         """A prefill replica is about to be given the request. The epoch it holds it under.

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 from msgspec import structs
 from opentelemetry import trace
 from opentelemetry.trace import Span, StatusCode
@@ -41,8 +40,11 @@ tracer = trace.get_tracer("shoal")
 MAX_QUEUED = 1024
 """Requests here at most, waiting, computing or being handed over; more are refused."""
 
+MAX_IMAGE_BYTES = 2 << 30
+"""Encoded images of all of them; more are refused."""
+
 PULL_S = 8.0
-"""For a long prompt; less than the entrypoint waits for our answer."""
+"""For a long prompt, or images; less than the entrypoint waits for our answer."""
 
 ASK_S = 5.0
 HAND_OVER_S = 30.0
@@ -103,34 +105,43 @@ class Prefill(Actor):
             return Refused(reason=reason, is_final=True)
         if self.is_draining or len(self.batch) + len(self._leaving) >= MAX_QUEUED:
             return Refused(reason=f"prefill {self.id} takes no more requests now")
-        if dispatch.prompt.handle is None:
-            return self._queue(dispatch, dispatch.prompt.inline, envelope)
+        if dispatch.prompt.handle is None and not dispatch.images:
+            return self._queue(dispatch, dispatch.prompt.inline, [], envelope)
+        pulled = [dispatch, *self._pulling.values()]
+        num_bytes = sum(image.embeddings.size_bytes for other in pulled for image in other.images)
+        if self.batch.num_image_bytes + num_bytes > MAX_IMAGE_BYTES:
+            return Refused(reason=f"prefill {self.id} has no room for more images now")
         self.spawn(self._pull_and_queue(dispatch, envelope))
         return None
 
     async def _pull_and_queue(self, dispatch: Dispatch, envelope: Envelope) -> None:
-        """A long prompt comes by handle. Meanwhile it can be asked after, and cancelled."""
+        """A long prompt comes by handle, as images do. Meanwhile it can be asked after, and cancelled."""
         self._pulling[dispatch.request_id] = dispatch
         try:
-            prompt = await self._bulk.unwrap(dispatch.prompt, timeout_s=PULL_S)
+            prompt, *rows = await asyncio.gather(
+                self._bulk.unwrap(dispatch.prompt, timeout_s=PULL_S),
+                *(self._bulk.pull(image.embeddings, timeout_s=PULL_S) for image in dispatch.images),
+            )
             if self._pulling.get(dispatch.request_id) is not dispatch:
                 raise fail(Code.CANCELLED, "the request was cancelled")
-            await envelope.answer(self._queue(dispatch, prompt, envelope))
+            await envelope.answer(self._queue(dispatch, prompt, rows, envelope))
         except BusError as error:
             await envelope.answer(error.failure)
         finally:
             if self._pulling.get(dispatch.request_id) is dispatch:
                 del self._pulling[dispatch.request_id]
 
-    def _queue(self, dispatch: Dispatch, prompt: bytes, envelope: Envelope) -> Dispatched:
-        if not prompt or len(prompt) != 4 * dispatch.num_prompt_tokens:
-            raise fail(Code.INTERNAL, f"{len(prompt)} bytes came for {dispatch.num_prompt_tokens} prompt tokens")
+    def _queue(self, dispatch: Dispatch, prompt: bytes, rows: list[bytes], envelope: Envelope) -> Dispatched:
+        try:
+            job = Job.of(dispatch, prompt, rows)
+        except ValueError as error:
+            raise fail(Code.INTERNAL, str(error)) from None
         known = self._job(dispatch.request_id)
         if known is not None:
             if known.dispatch.epoch >= dispatch.epoch:
                 return Dispatched()
             raise fail(Code.DUPLICATE_REQUEST, f"an earlier dispatch of {dispatch.request_id} is still being freed")
-        self.batch.add(Job(dispatch, np.frombuffer(prompt, dtype="<u4")))
+        self.batch.add(job)
         span = tracer.start_span("prefill", context=envelope.context)
         span.set_attribute("shoal.replica", self.id)
         self._spans[dispatch.request_id] = (span, self._child("prefill queue", span))
@@ -185,6 +196,7 @@ class Prefill(Actor):
                 admitted, hopeless = self.batch.admit(self._engine)
                 for job in admitted:
                     self._next_phase(job.id, "prefill compute")
+                    await self._attach(job)
                 for job in hopeless:
                     why = f"{len(job.tokens)} prompt tokens do not fit into prefill {self.id}"
                     await self._fail(job, Failure(code=Code.CONTEXT_LENGTH, message=why))
@@ -198,6 +210,16 @@ class Prefill(Actor):
                 job.num_done += len(chunk.tokens)
                 if job.num_left == 0 and not job.is_cancelled:
                     await self._finish(job)
+
+    async def _attach(self, job: Job) -> None:
+        """Give the engine the images of an admitted job; one whose images it does not take ends here."""
+        if not job.images:
+            return
+        try:
+            self._engine.attach(job.id, job.images)
+        except ValueError as error:
+            await self._fail(job, Failure(code=Code.VISION_ERROR, message=str(error)))
+            self._drop(job)
 
     async def _finish(self, job: Job) -> None:
         """The prompt is computed: take its state out of the engine, and let it go on its way."""

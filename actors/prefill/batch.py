@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
-from kernels.engine import Admission, Chunk, Engine, Sampling, Tokens
+import numpy as np
+
+from kernels.engine import Admission, Chunk, Engine, ImageRows, Sampling, Tokens
 from schemas.handover import Dispatch
 
 CHUNK_GRAIN = 128
@@ -18,9 +20,29 @@ class Job:
 
     dispatch: Dispatch
     tokens: Tokens
+    images: list[ImageRows] = field(default_factory=list)
     num_done: int = 0
     is_admitted: bool = False
     is_cancelled: bool = False
+
+    @classmethod
+    def of(cls, dispatch: Dispatch, prompt: bytes, rows: Sequence[bytes]) -> Job:
+        """From what was pulled for it: the prompt, and the rows of each image.
+
+        Raises ValueError if that is not what was announced.
+        """
+        if not prompt or len(prompt) != 4 * dispatch.num_prompt_tokens:
+            raise ValueError(f"{len(prompt)} bytes came for {dispatch.num_prompt_tokens} prompt tokens")
+        tokens = np.frombuffer(prompt, dtype="<u4")
+        images = []
+        for image, data in zip(dispatch.images, rows, strict=True):
+            span = tokens[image.start : image.start + image.num_tokens]
+            if not len(span) or len(span) != image.num_tokens or (span != span[0]).any():
+                raise ValueError(f"the prompt has no place for an image of {image.num_tokens} tokens at {image.start}")
+            if not data or len(data) % (4 * len(span)):
+                raise ValueError(f"{len(data)} bytes came for an image of {image.num_tokens} tokens")
+            images.append(ImageRows(image.start, data))
+        return cls(dispatch, tokens, images)
 
     @property
     def id(self) -> str:
@@ -103,6 +125,11 @@ class Batch:
             if room <= 0 or num_tokens < job.num_left:
                 break
         return step
+
+    @property
+    def num_image_bytes(self) -> int:
+        """Held for its images."""
+        return sum(len(image.embeddings) for job in self._jobs.values() for image in job.images)
 
     @property
     def num_tokens_left(self) -> int:
