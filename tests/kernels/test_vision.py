@@ -1,9 +1,8 @@
-"""The image tower against golden numbers, and the encoder that runs it."""
+"""The image tower and the encoder that runs it; golden numbers: tests/oracle."""
 
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 import shutil
 from pathlib import Path
@@ -11,21 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from actors.vision.images import prepare
 from kernels.checkpoint import CheckpointError
 from kernels.config import ConfigError, ModelConfig
 from kernels.encoder import LocalEncoder
 from kernels.engine import Encoder, Pixels
 from kernels.vision import VisionEncoder, load_vision
 from tests.conftest import Run
-from tests.kernels import vision_set
 from tests.kernels.conftest import GOLDEN
-from tests.kernels.vision_set import FOLDER, NUM_IMAGES, Dtype, golden
-
-EVERY_IMAGE = pytest.mark.parametrize("image", range(NUM_IMAGES))
+from tests.kernels.vision_set import FOLDER, NUM_IMAGES, golden
 
 
 @pytest.fixture(scope="module")
@@ -33,52 +27,8 @@ def vision() -> VisionEncoder:
     return load_vision(FOLDER)
 
 
-@pytest.fixture(scope="module")
-def vision_bf16() -> VisionEncoder:
-    return load_vision(FOLDER, compute_dtype="bf16")
-
-
 def pixels(image: int) -> Pixels:
     return golden()[f"img{image}.resized_rgb"].numpy()
-
-
-@pytest.mark.oracle
-@EVERY_IMAGE
-def test_golden_pixels(image: int) -> None:
-    """From a file to resized pixels, bit for bit."""
-    file = io.BytesIO()
-    Image.fromarray(golden()[f"img{image}.rgb"].numpy()).save(file, "PNG")
-    config = ModelConfig.from_folder(FOLDER).vision
-    assert config is not None
-    prepared = prepare(file.getvalue(), config)
-    assert np.array_equal(prepared.pixels, pixels(image))
-    assert prepared.plan.num_tokens == len(golden()[f"img{image}.types"])
-
-
-@pytest.mark.oracle
-@EVERY_IMAGE
-def test_golden_patches_and_tower(vision_bf16: VisionEncoder, image: int) -> None:
-    found = pixels(image)
-    patches = vision_bf16.patches(found)
-    assert torch.equal(patches, golden()[f"img{image}.pixel_values"].float())
-    want = golden()[f"img{image}.vit_out"].float()
-    got = vision_bf16.tower(patches, found.shape[0] // 14, found.shape[1] // 14)
-    assert float((got - want).abs().max()) <= 2**-5  # a bf16 step at the largest value
-
-
-@pytest.mark.oracle
-@pytest.mark.parametrize(("dtype", "most"), [("fp32", 5e-6), ("bf16", 2**-7)])
-@EVERY_IMAGE
-def test_golden_embeddings(
-    vision: VisionEncoder, vision_bf16: VisionEncoder, image: int, dtype: Dtype, most: float
-) -> None:
-    """The delimiters too stand where they belong."""
-    got = (vision if dtype == "fp32" else vision_bf16).encode(pixels(image))
-    want = torch.from_numpy(vision_set.span(image, dtype))
-    assert got.shape == want.shape and got.dtype == torch.float32
-    assert float((got - want).abs().max()) <= most
-    lines = golden()[f"img{image}.types"] != 1
-    assert torch.equal(got[lines], want[lines])
 
 
 def test_every_part_of_the_image_is_read(vision: VisionEncoder) -> None:

@@ -14,16 +14,19 @@ import torch
 from tests.oracle.backbone import check_backbone
 from tests.oracle.parts import check_parts
 from tests.oracle.report import Report
+from tests.oracle.vision import check_vision
 
 
 def main(folder: Path) -> int:
     torch.set_num_threads(1)
     report = Report()
     for model in sorted(path.parent for path in folder.glob("*/config.json")):
-        if not (model / "logits_fp32.safetensors").exists():
-            continue
         for dtype in ("fp32", "bf16"):
             print(f"{model.name} {dtype}", file=sys.stderr)
+            if (model / "vision.safetensors").exists():
+                check_vision(report, model, dtype)
+            if not (model / "logits_fp32.safetensors").exists():
+                continue
             check_parts(report, model, dtype)  # type: ignore[arg-type]
             check_backbone(report, model, dtype)  # type: ignore[arg-type]
     for line in report.lines():
