@@ -17,12 +17,13 @@ class CheckpointError(ValueError):
 
 
 class Entry(NamedTuple):
-    """One tensor in a file: `dtype` in safetensors' words, `shape` and size as stored."""
+    """One tensor in a file: `dtype` in safetensors' words, `shape` and size as stored, its first byte in the file."""
 
     path: Path
     dtype: str
     shape: tuple[int, ...]
     num_bytes: int
+    offset: int
 
 
 class Problem(NamedTuple):
@@ -56,45 +57,44 @@ def read_shards(folder: str | Path) -> Shards:
     index = Path(folder) / INDEX
     if not index.exists():
         shards = Shards(Path(folder) / SINGLE)
-        shards.entries = _entries(shards.path, shards.problems)
+        shards.entries = _entries(shards.path, shards.problems) or {}
         shards.files = dict.fromkeys(shards.entries, shards.path)
         return shards
     shards = Shards(index)
     try:
         content = json.loads(index.read_bytes())
-        files = {name: index.parent / _plain(file) for name, file in content["weight_map"].items()}
+        weight_map: dict[str, str] = content["weight_map"]
+        paths = {file: index.parent / _plain(file) for file in sorted(set(weight_map.values()))}
+        shards.files = {name: paths[file] for name, file in weight_map.items()}
         shards.total_bytes = (content.get("metadata") or {}).get("total_size")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         shards.problems.append(Problem(index, f"no weight_map of names to files: {error!r}"))
         return shards
-    shards.files = files
-    paths = sorted(set(files.values()))
-    shards.index_only = bool(paths) and not any(path.exists() for path in paths)
+    shards.index_only = bool(paths) and not any(path.exists() for path in paths.values())
     if not shards.index_only:
-        for path in paths:
-            _read_shard(path, shards)
+        _join({path: _entries(path, shards.problems) for path in paths.values()}, shards)
     return shards
 
 
-def _read_shard(path: Path, shards: Shards) -> None:
-    num_problems = len(shards.problems)
-    found = _entries(path, shards.problems)
-    if len(shards.problems) > num_problems:
-        return
-    for name, entry in found.items():
-        if shards.files.get(name) == path:
-            shards.entries[name] = entry
-        else:
-            other = shards.files.get(name)
-            where = "the index does not list it" if other is None else f"the index puts it into {other.name}"
-            shards.problems.append(Problem(path, f"{name} is here, but {where}"))
-    for name, file in shards.files.items():
-        if file == path and name not in found:
+def _join(headers: dict[Path, dict[str, Entry] | None], shards: Shards) -> None:
+    """Take over what the headers say, where the index agrees; a header that could not be read is None."""
+    for path, entries in headers.items():
+        for name, entry in (entries or {}).items():
+            listed = shards.files.get(name)
+            if listed == path:
+                shards.entries[name] = entry
+            else:
+                where = "does not list it" if listed is None else f"puts it into {listed.name}"
+                shards.problems.append(Problem(path, f"{name} is here, but the index {where}"))
+    for name, path in shards.files.items():
+        found = headers[path]
+        if found is not None and name not in found:
             shards.problems.append(Problem(path, f"{name} is not here, though the index says so"))
 
 
-def _entries(path: Path, problems: list[Problem]) -> dict[str, Entry]:
+def _entries(path: Path, problems: list[Problem]) -> dict[str, Entry] | None:
     """The tensors of a safetensors file: eight bytes of length, a JSON header, then the values without gaps."""
+    entries: dict[str, Entry] = {}
     try:
         with path.open("rb") as file:
             num_bytes = path.stat().st_size
@@ -103,22 +103,23 @@ def _entries(path: Path, problems: list[Problem]) -> dict[str, Entry]:
                 raise ValueError(f"a header of {header_bytes:,} bytes in a file of {num_bytes:,}")
             header: dict[str, Any] = json.loads(file.read(header_bytes))
         header.pop("__metadata__", None)
-        entries, end = {}, 0
         for name, entry in header.items():
             start, stop = entry["data_offsets"]
-            entries[name] = Entry(path, str(entry["dtype"]), tuple(entry["shape"]), stop - start)
-            end = max(end, stop)
+            if not 0 <= start <= stop:
+                raise ValueError(f"{name} lies at {start} to {stop}")
+            entries[name] = Entry(path, entry["dtype"], tuple(entry["shape"]), stop - start, 8 + header_bytes + start)
     except FileNotFoundError:
         problems.append(Problem(path, "not found"))
-        return {}
+        return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         problems.append(Problem(path, f"not a safetensors file: {error}"))
-        return {}
-    there = num_bytes - 8 - header_bytes
-    if end > there:
-        cut = min((entry["data_offsets"], name) for name, entry in header.items() if entry["data_offsets"][1] > there)
-        problems.append(Problem(path, f"truncated: {end - there:,} bytes are missing, from {cut[1]} on"))
-        return {}
+        return None
+    ends = sorted((entry.offset + entry.num_bytes, name) for name, entry in entries.items())
+    cut = next((name for end, name in ends if end > num_bytes), None)
+    if cut is not None:
+        missing = ends[-1][0] - num_bytes
+        problems.append(Problem(path, f"truncated: {missing:,} bytes are missing, from {cut} on"))
+        return None
     return entries
 
 
