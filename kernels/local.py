@@ -102,7 +102,7 @@ class LocalEngine:
         return admission
 
     def attach(self, key: str, images: Sequence[ImageRows]) -> None:
-        request = self._requests.to_fill(key)
+        request = self._requests.to_attach(key)
         if self._config.vision is None:
             raise ValueError(f"{self._info.model} has no vision")
         dim = self._config.hidden_size
@@ -125,7 +125,7 @@ class LocalEngine:
         return await self._thread.run(lambda: self._export(request))
 
     async def restore(self, key: str, state: bytes) -> None:
-        request = self._requests.to_fill(key)
+        request = self._requests.to_restore(key)
         await self._thread.run(lambda: self._restore(request, state))
 
     async def decode(self, keys: Sequence[str]) -> list[list[int]]:

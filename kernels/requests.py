@@ -91,11 +91,16 @@ class Requests(Generic[R]):
         _check_whole(key, request)
         return request
 
-    def to_fill(self, key: str) -> R:
-        """What takes a state or images. Raises KeyError, or ValueError when the request has state already."""
+    def to_attach(self, key: str) -> R:
+        """Raises KeyError, or ValueError when the request has state already."""
         request = self._requests[key]
         if request.num_tokens:
             raise ValueError(f"request {key} has state already")
+        return request
+
+    def to_restore(self, key: str) -> R:
+        """As `to_attach`; ValueError, too, for a request whose prompt is to be computed here."""
+        request = self.to_attach(key)
         if request.bounded_prompt:
             raise ValueError(f"request {key} was admitted with a bounded prompt, which is computed from its start")
         return request

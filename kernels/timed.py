@@ -68,7 +68,7 @@ class TimedEngine:
         return self._requests.admit(key, num_tokens, sampling, self._info, bounded_prompt)
 
     def attach(self, key: str, images: Sequence[ImageRows]) -> None:
-        request = self._requests.to_fill(key)
+        request = self._requests.to_attach(key)
         for image in images:
             request.digest = (request.digest + _mix((image.start << 32) + zlib.crc32(image.embeddings) + 1)) & _MASK
 
@@ -87,7 +87,7 @@ class TimedEngine:
         return seal(self._info.layout, _BODY.pack(request.digest, request.num_tokens, request.last))
 
     async def restore(self, key: str, state: bytes) -> None:
-        request = self._requests.to_fill(key)
+        request = self._requests.to_restore(key)
         body = unseal(self._info.layout, state)
         if len(body) != _BODY.size:
             raise StateError(f"state body has {len(body)} bytes, expected {_BODY.size}")
