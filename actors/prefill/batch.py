@@ -92,7 +92,8 @@ class Batch:
                 continue
             sampling = job.dispatch.sampling
             wanted = Sampling(temperature=sampling.temperature, top_p=sampling.top_p, seed=sampling.seed)
-            admission = engine.admit(job.id, len(job.tokens), wanted)
+            bounded = 0 if job.dispatch.exact else len(job.tokens)
+            admission = engine.admit(job.id, len(job.tokens), wanted, bounded_prompt=bounded)
             if admission is Admission.LATER:
                 break
             if admission is Admission.NEVER:
