@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from actors.prefill.batch import CHUNK_GRAIN, Batch, Job
+from kernels.engine import Admission, Sampling
+from kernels.timed import TimedEngine
 from tests.actors.builders import dispatch
+from tests.actors.core import VOCABULARY, info
 
 
 def job(id: str, num_tokens: int, *, is_admitted: bool = True) -> Job:
@@ -62,3 +66,26 @@ class TestBatch:
         batch.remove(first)
         batch.remove(first)
         assert len(batch) == 0
+
+
+class Admitting(TimedEngine):
+    """Notes what was asked of it."""
+
+    def __init__(self) -> None:
+        super().__init__(info(), VOCABULARY)
+        self.bounded: dict[str, int] = {}
+
+    def admit(self, key: str, num_tokens: int, sampling: Sampling, *, bounded_prompt: int = 0) -> Admission:
+        self.bounded[key] = bounded_prompt
+        return super().admit(key, num_tokens, sampling, bounded_prompt=bounded_prompt)
+
+
+def test_prompts_are_bounded_unless_the_request_is_exact() -> None:
+    engine, batch = Admitting(), Batch()
+    batch.add(job("usual", 300, is_admitted=False))
+    exact = job("exact", 300, is_admitted=False)
+    exact.dispatch = structs.replace(exact.dispatch, exact=True)
+    batch.add(exact)
+    admitted, hopeless = batch.admit(engine)
+    assert [each.id for each in admitted] == ["usual", "exact"] and not hopeless
+    assert engine.bounded == {"usual": 300, "exact": 0}
