@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -305,6 +306,12 @@ def test_only_what_is_asked_for_is_read(tmp_path: Path) -> None:
     assert read <= resident_bytes(path) < read + mib
     assert not codes[[5, mib - 1]].float().any()  # a row is read when looked up
     assert resident_bytes(path) < read + mib
+
+
+def test_a_file_may_be_larger_than_memory(tmp_path: Path) -> None:
+    size = 2 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    sparse(tmp_path / "model.safetensors", {"large": ("F32", [size // 4], size), "small": ("F32", [4], 16)})
+    assert Checkpoint(tmp_path).tensor("small", 4).tolist() == [0, 0, 0, 0]
 
 
 def test_a_share_of_experts_is_those_experts() -> None:
