@@ -11,10 +11,10 @@ from kernels.compressor import Compressor
 from kernels.config import LayerRole, ModelConfig
 from kernels.indexer import Indexer
 from kernels.layout import Group
-from kernels.ops.attention import KeySet, attend
+from kernels.ops.attention import sliding, sparse_attend
 from kernels.ops.linear import grouped_linear
 from kernels.ops.quant import fp8_qdq
-from kernels.ops.rope import rotate_
+from kernels.ops.rope import Rotation, rotate_
 from kernels.ops.rounding import Rounding, rms_norm
 from kernels.projection import Projection
 from kernels.step import Step
@@ -68,36 +68,29 @@ class Attention:
         both = r(rotate_(both, rotation))
         q, kv = both[:, :heads], r(fp8_qdq(both[:, heads]))
         if self.indexer is not None:
-            step.key_sets = self.indexer.forward(r(queries[1]), projected[-1], step)
-        out = self._attend(q, kv, step)
-        out = r(rotate_(out, rotation.inverse)).view(rows, c.o_groups, -1)
+            step.picked = self.indexer.forward(r(queries[1]), projected[-1], step)
+        out = self._attend(q, kv, rotation, step).view(rows, c.o_groups, -1)
         return r(self.wo_b.forward(r(grouped_linear(out, self.wo_a)))[0])
 
-    def _attend(self, q: torch.Tensor, kv: torch.Tensor, step: Step) -> torch.Tensor:
+    def _attend(self, q: torch.Tensor, kv: torch.Tensor, rotation: Rotation, step: Step) -> torch.Tensor:
+        """`q` [padded rows, heads, head_dim], `kv` [padded rows, head_dim] -> outputs rotated back, as `q`."""
         layout, layer = step.layout, self.role.layer
         ring = step.pool.swa[layer].flatten(0, 1)
         scale = self.config.head_dim**-0.5
         parts = []
-        for group in layout.groups:
+        for number, group in enumerate(layout.groups):
             rows = slice(group.start, group.end)
-            key_sets = [KeySet(self._windows(kv[rows], ring, group), group.bias)]
-            if self.role.ratio:
-                key_sets += [KeySet(keys[rows], bias[rows]) for keys, bias in step.key_sets]
-            parts.append(attend(q[rows], key_sets, self.sink, scale, self.round))
+            window = sliding(self._run(kv[rows], ring, group), group.window)
+            picks = step.picked[number] if self.role.ratio else ()
+            parts.append(sparse_attend(q[rows], window, picks, self.sink, scale, rotation.of(rows), self.round))
         # Only now: earlier rows of a chunk still read the ring rows that its later ones overwrite.
         ring[layout.ring.target] = kv[layout.ring.source].to(ring.dtype)
         if layout.padded > layout.num_rows:
             parts.append(q.new_zeros(layout.padded - layout.num_rows, *q.shape[1:]))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _windows(self, kv: torch.Tensor, ring: torch.Tensor, group: Group) -> torch.Tensor:
-        """The window of each row in position order, [rows, window, head_dim], the row's own token last.
-
-        Within a segment windows overlap: a view of one run of rows, not copies of them.
-        """
+    def _run(self, kv: torch.Tensor, ring: torch.Tensor, group: Group) -> torch.Tensor:
+        """Each segment's rows behind those before it: fp32 [num_segments, window - 1 + length, head_dim]."""
         num, length, dim = group.num_segments, group.length, kv.shape[-1]
-        window = self.config.sliding_window
-        before = ring.index_select(0, group.prefix).view(num, window - 1, dim)
-        run = torch.cat((before, kv.view(num, length, dim)), 1)  # to fp32, exactly
-        view = run.as_strided((num, length, window, dim), ((window - 1 + length) * dim, dim, dim, 1))
-        return view.reshape(num * length, window, dim)
+        before = ring.index_select(0, group.prefix).view(num, self.config.sliding_window - 1, dim)
+        return torch.cat((before, kv.view(num, length, dim)), 1)  # to fp32, exactly

@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
+
 import torch
 
 from kernels import replay
 from kernels.config import ModelConfig
-from kernels.ops.index import KEY_TILE
+from kernels.engine import Admission
+from kernels.kvlayout import BLOCK_TOKENS
+from kernels.kvpages import KVPages, num_blocks_of
+from kernels.ops.pack import Record, gather, pack
+from kernels.pages import PoolFull
 from kernels.replay import Starts
-
-
-class PoolFull(RuntimeError):
-    """No slot is free."""
 
 
 class StatePool:
     """State of at most `num_slots` requests of at most `max_tokens` tokens each.
 
-    Per layer a sliding-window ring, per KV owner the main KV and index-key caches (bf16, exact: quantise-dequantise
-    results are representable) and for ratio 2 the FP32 (kv, score) of the last tokens, per slot its token ids.
+    Compressed rows and index keys lie in blocks shared by all slots (`kv`); a slot has those of the tokens that it was
+    allocated for. Per slot there are a sliding-window ring a layer (bf16, exact: quantise-dequantise results are
+    representable), for each KV owner of ratio 2 the FP32 (kv, score) of the last tokens, and the token ids.
     The last `max_rollback` tokens can be taken back: rings hold that many rows more than the arithmetic needs.
-    With `drafts`, a window ring per draft stage too.
+    With `drafts`, a window ring per draft stage too. `num_blocks`: of 128 tokens; without it every slot can be full.
     Rows outside a request's valid length may hold anything finite; freeing costs nothing.
     """
 
     def __init__(
-        self, config: ModelConfig, num_slots: int, max_tokens: int, max_rollback: int = 8, *, drafts: bool = False
+        self,
+        config: ModelConfig,
+        num_slots: int,
+        max_tokens: int,
+        max_rollback: int = 8,
+        *,
+        drafts: bool = False,
+        num_blocks: int | None = None,
     ) -> None:
         if num_slots < 1 or max_tokens < 1 or max_rollback < 0:
             raise ValueError("num_slots and max_tokens must be positive, max_rollback not negative")
@@ -36,25 +46,20 @@ class StatePool:
         self.ring_rows = config.sliding_window + max_rollback
         self.pair_rows = max_rollback + 2
         dim = config.head_dim
-
-        def rows(ratio: int) -> int:  # whole key tiles, so that scoring never needs a partial one
-            return max(-(-(max_tokens // ratio) // KEY_TILE), 1) * KEY_TILE
-
+        if num_blocks is None:
+            num_blocks = num_slots * num_blocks_of(max_tokens)
+        self.kv = KVPages(config, num_slots, max_tokens, num_blocks, torch.device("cpu"))
         bf16 = torch.bfloat16
         self.swa = torch.zeros(config.num_hidden_layers, num_slots, self.ring_rows, dim, dtype=bf16)
         num_stages = config.num_nextn_predict_layers if drafts else 0
         self.draft_swa = torch.zeros(num_stages, num_slots, self.ring_rows, dim, dtype=bf16)
-        self.main: dict[int, torch.Tensor] = {}  # [num_slots, rows, head_dim]
-        self.index_k: dict[int, torch.Tensor] = {}  # [num_slots, rows, index_head_dim]
-        self.pair: dict[int, torch.Tensor] = {}  # [num_slots, pair_rows, 2 (kv, score), head_dim] fp32
-        for role in config.kv_owners:
-            num_rows = rows(role.ratio)
-            self.main[role.layer] = torch.zeros(num_slots, num_rows, dim, dtype=bf16)
-            self.index_k[role.layer] = torch.zeros(num_slots, num_rows, config.index_head_dim, dtype=bf16)
-            if role.ratio == 2:
-                self.pair[role.layer] = torch.zeros(num_slots, self.pair_rows, 2, dim)
+        # [num_slots, pair_rows, 2 (kv, score), head_dim] fp32
+        self.pair = {
+            role.layer: torch.zeros(num_slots, self.pair_rows, 2, dim) for role in config.kv_owners if role.ratio == 2
+        }
         self.tokens = torch.zeros(num_slots, max_tokens, dtype=torch.int64)
         self._length = [0] * num_slots
+        self._room = [0] * num_slots  # tokens that the slot was allocated for
         self._starts = [Starts()] * num_slots
         self._floor = [0] * num_slots  # the shortest length that truncate can still restore
         self._free = list(range(num_slots - 1, -1, -1))
@@ -64,18 +69,23 @@ class StatePool:
     def num_free(self) -> int:
         return len(self._free)
 
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all arrays."""
-        caches = [*self.main.values(), *self.index_k.values(), *self.pair.values()]
-        return sum(array.nbytes for array in [self.swa, self.draft_swa, self.tokens, *caches])
+    def admit(self, num_tokens: int) -> Admission:
+        """Whether `alloc` would give a slot with room for `num_tokens`: now, later, or never, not even alone."""
+        if num_tokens > self.max_tokens:
+            return Admission.NEVER
+        blocks = self.kv.admit(num_tokens)
+        return blocks if self._free or blocks is Admission.NEVER else Admission.LATER
 
-    def alloc(self) -> int:
-        """Take a free slot, empty. Raises PoolFull."""
-        if not self._free:
-            raise PoolFull(f"all {self.num_slots} slots are in use")
+    def alloc(self, num_tokens: int | None = None) -> int:
+        """Take a free slot, empty, with room for `num_tokens` (by default `max_tokens`). Raises PoolFull."""
+        room = self.max_tokens if num_tokens is None else num_tokens
+        if self.admit(room) is not Admission.OK:
+            free = f"{len(self._free)} of {self.num_slots} slots and {self.kv.num_free} blocks are free"
+            raise PoolFull(f"{free}: no room for {room} tokens")
         slot = self._free.pop()
+        self.kv.reserve(slot, room)
         self._used.add(slot)
+        self._room[slot] = room
         self._length[slot] = self._floor[slot] = 0
         self._starts[slot] = Starts()
         return slot
@@ -85,6 +95,24 @@ class StatePool:
         self._need(slot)
         self._used.remove(slot)
         self._free.append(slot)
+        self.kv.free(slot)
+
+    def hold(self, slot: int, number: int) -> int:
+        """The id of a slot's complete block `number`, for `kv.payloads` and in the end `kv.release`.
+
+        It stays as it is, even when the slot is freed; the slot cannot go back behind its end. Raises ValueError when
+        not all of its tokens are computed.
+        """
+        end = (number + 1) * BLOCK_TOKENS
+        if number < 0 or end > self.length(slot):
+            raise ValueError(f"slot {slot} holds {self._length[slot]} tokens, block {number} is not complete")
+        self._floor[slot] = max(self._floor[slot], end)
+        return self.kv.hold(slot, number)
+
+    def room(self, slot: int) -> int:
+        """Number of tokens that the slot was allocated for."""
+        self._need(slot)
+        return self._room[slot]
 
     def length(self, slot: int) -> int:
         """Number of tokens whose state the slot holds; also the position of the next token."""
@@ -133,30 +161,27 @@ class StatePool:
     def export(self, slot: int) -> dict[str, torch.Tensor]:
         """Copies of the valid rows of a request: what prefill hands to decode.
 
-        `length` [] int64; `tokens` [length] int64; `swa` [layers, min(length, window - 1), head_dim] bf16, in position
-        order; per KV owner `main.{layer}` and `index_k.{layer}` [length // ratio, dim] bf16; per ratio-2 owner
-        `pair.{layer}` [length % 2, 2, head_dim] fp32; with drafts `draft_swa` [stages, min(length, window), head_dim]
-        bf16. Raises ValueError within a prompt that is being replayed.
+        `length` [] int64; `starts` [4] int64, the fields of `Starts`; `tokens` [length] int64; `swa` uint8 [layers,
+        min(length, window - 1), row bytes], in position order; per KV owner `main.{layer}` and `index_k.{layer}` uint8
+        [length // ratio, row bytes]; per ratio-2 owner `pair.{layer}` [length % 2, 2, head_dim] fp32; with drafts
+        `draft_swa` uint8 [stages, min(length, window), row bytes]. Bytes are records (`ops/pack.py`), bit for bit what
+        the caches hold. Raises ValueError within a prompt that is being replayed.
         """
         self._need(slot)
-        length, whole = self._length[slot], self._starts[slot].whole
-        if length < whole:
-            raise ValueError(f"slot {slot}: {length} of {whole} replayed tokens are computed")
-        window = self.config.sliding_window
-        rows = self._ring_index(length, window - 1)
+        length, starts = self._length[slot], self._starts[slot]
+        if length < starts.whole:
+            raise ValueError(f"slot {slot}: {length} of {starts.whole} replayed tokens are computed")
         tensors = {
             "length": torch.tensor(length),
+            "starts": torch.tensor(astuple(starts)),
             "tokens": self.tokens[slot, :length].clone(),
-            "swa": self.swa[:, slot, rows],
+            **self.kv.records(slot, length),
         }
-        if len(self.draft_swa):
-            tensors["draft_swa"] = self.draft_swa[:, slot, self._ring_index(length, window)]
-        for role in self.config.kv_owners:
-            num_rows = length // role.ratio
-            tensors[f"main.{role.layer}"] = self.main[role.layer][slot, :num_rows].clone()
-            tensors[f"index_k.{role.layer}"] = self.index_k[role.layer][slot, :num_rows].clone()
-            if role.ratio == 2:
-                tensors[f"pair.{role.layer}"] = self.pair[role.layer][slot, self._pair_index(length)]
+        for name, ring, rows in self._rings(length):
+            records = pack(ring[:, slot, rows].flatten(0, 1).float(), Record.WINDOW)
+            tensors[name] = records.view(len(ring), len(rows), -1)
+        for layer, pair in self.pair.items():
+            tensors[f"pair.{layer}"] = pair[slot, self._pair_index(length)]
         return tensors
 
     def import_(self, slot: int, tensors: dict[str, torch.Tensor]) -> None:
@@ -168,58 +193,61 @@ class StatePool:
         if "length" not in tensors:
             raise ValueError("imported state lacks length")
         length = int(tensors["length"])
-        if not 0 <= length <= self.max_tokens:
-            raise ValueError(f"imported state of {length} tokens does not fit in {self.max_tokens}")
         # Every tensor is checked before any is written, so that a bad one leaves the slot as it was.
-        targets = self._prefix_targets(slot, length, tensors)
-        window, dim = self.config.sliding_window, self.config.head_dim
-        rows, draft_rows = self._ring_index(length, window - 1), self._ring_index(length, window)
-        _check(tensors, "swa", (self.config.num_hidden_layers, len(rows), dim), self.swa.dtype)
-        if len(self.draft_swa):
-            _check(tensors, "draft_swa", (len(self.draft_swa), len(draft_rows), dim), self.draft_swa.dtype)
+        self._check_prefix(slot, length, tensors)
+        starts = Starts(*_checked(tensors, "starts", (4,), torch.int64).tolist())
+        if length < starts.whole:
+            raise ValueError(f"imported state of {length} tokens lacks rows of {starts.whole} replayed ones")
+        row_bytes = self.kv.layout.window_bytes
+        for name, ring, rows in self._rings(length):
+            _checked(tensors, name, (len(ring), len(rows), row_bytes), torch.uint8)
         pair_rows = self._pair_index(length)
         for layer, pair in self.pair.items():
-            _check(tensors, f"pair.{layer}", (len(pair_rows), 2, dim), pair.dtype)
-        for target, name in targets:
-            target.copy_(tensors[name])
-        self.swa[:, slot, rows] = tensors["swa"]
-        if len(self.draft_swa):
-            self.draft_swa[:, slot, draft_rows] = tensors["draft_swa"]
+            _checked(tensors, f"pair.{layer}", (len(pair_rows), *pair.shape[2:]), pair.dtype)
+        self._write_prefix(slot, length, tensors)
+        for name, ring, rows in self._rings(length):
+            records = tensors[name].flatten(0, 1)
+            values = gather(records, torch.arange(len(records)), Record.WINDOW)
+            ring[:, slot, rows] = values.view(len(ring), len(rows), -1).to(ring.dtype)
         for layer, pair in self.pair.items():
             pair[slot, pair_rows] = tensors[f"pair.{layer}"]
         self._length[slot] = self._floor[slot] = length
-        self._starts[slot] = Starts()
+        self._starts[slot] = starts
 
     def import_prefix(self, slot: int, tensors: dict[str, torch.Tensor]) -> None:
         """Put the cached compressed rows of a prefix into an allocated slot, without window rows (encoder replay).
 
-        `tokens`, `main.{layer}` and `index_k.{layer}` as `export` gives them for the prefix. The slot's length is
-        then one window short of it: the caller computes those tokens again, and with them the window rows; compressed
-        rows of the prefix stay. Raises ValueError as `import_` does.
+        `tokens`, `main.{layer}` and `index_k.{layer}` as `export` gives them for the prefix; `KVLayout.split` makes the
+        latter of cached blocks. The slot's length is then one window short of it: the caller computes those tokens
+        again, and with them the window rows; compressed rows of the prefix stay. Raises ValueError as `import_` does.
         """
         self._need(slot)
         if "tokens" not in tensors:
             raise ValueError("imported state lacks tokens")
         length = tensors["tokens"].numel()
-        if length > self.max_tokens:
-            raise ValueError(f"imported state of {length} tokens does not fit in {self.max_tokens}")
-        for target, name in self._prefix_targets(slot, length, tensors):
-            target.copy_(tensors[name])
+        self._check_prefix(slot, length, tensors)
+        self._write_prefix(slot, length, tensors)
         self._starts[slot] = replay.after_prefix(length, self.config.sliding_window)
         self._length[slot] = self._floor[slot] = self._starts[slot].encoder
 
-    def _prefix_targets(
-        self, slot: int, length: int, tensors: dict[str, torch.Tensor]
-    ) -> list[tuple[torch.Tensor, str]]:
-        """Where the tokens and compressed rows of `tensors` go, each checked."""
-        targets: list[tuple[torch.Tensor, str]] = [(self.tokens[slot, :length], "tokens")]
-        for role in self.config.kv_owners:
-            num_rows = length // role.ratio
-            targets.append((self.main[role.layer][slot, :num_rows], f"main.{role.layer}"))
-            targets.append((self.index_k[role.layer][slot, :num_rows], f"index_k.{role.layer}"))
-        for target, name in targets:
-            _check(tensors, name, target.shape, target.dtype)
-        return targets
+    def _check_prefix(self, slot: int, length: int, tensors: dict[str, torch.Tensor]) -> None:
+        if not 0 <= length <= self._room[slot]:
+            raise ValueError(f"imported state of {length} tokens does not fit in {self._room[slot]}")
+        _checked(tensors, "tokens", (length,), self.tokens.dtype)
+        for name, shape in self.kv.shapes(length).items():
+            _checked(tensors, name, shape, torch.uint8)
+
+    def _write_prefix(self, slot: int, length: int, tensors: dict[str, torch.Tensor]) -> None:
+        self.tokens[slot, :length] = tensors["tokens"]
+        self.kv.write(slot, length, tensors)
+
+    def _rings(self, length: int) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Name, ring and valid rows of it, in position order, at `length` tokens."""
+        window = self.config.sliding_window
+        rings = [("swa", self.swa, self._ring_index(length, window - 1))]
+        if len(self.draft_swa):
+            rings.append(("draft_swa", self.draft_swa, self._ring_index(length, window)))
+        return rings
 
     def _ring_index(self, length: int, reach: int) -> torch.Tensor:
         """Ring rows of the last `reach` of `length` tokens, in position order."""
@@ -235,9 +263,12 @@ class StatePool:
             raise ValueError(f"slot {slot} is not in use")
 
 
-def _check(tensors: dict[str, torch.Tensor], name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def _checked(
+    tensors: dict[str, torch.Tensor], name: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
     if name not in tensors:
         raise ValueError(f"imported state lacks {name}")
     got = tensors[name]
     if tuple(got.shape) != tuple(shape) or got.dtype != dtype:
         raise ValueError(f"imported {name} is {got.dtype} {list(got.shape)}, expected {dtype} {list(shape)}")
+    return got

@@ -9,8 +9,8 @@ from kernels.config import LayerRole, ModelConfig
 from kernels.layout import Emission
 from kernels.ops.compress import pool_norm
 from kernels.ops.linear import linear
-from kernels.ops.quant import fp4_e4m3_qdq, fp4_e8m0_qdq
-from kernels.ops.rope import Rotation, frequencies, rotate_quantize
+from kernels.ops.pack import Record, pack
+from kernels.ops.rope import Rotation, frequencies, rotate_
 from kernels.ops.rounding import Rounding, rms_norm
 from kernels.step import Step
 
@@ -33,8 +33,8 @@ class Compressor:
     def forward(self, projected: torch.Tensor, step: Step) -> None:
         """Write the rows that this batch completes, from `projected` [padded rows, head_dim or 2 head_dim] fp32."""
         c, r, layer = self.config, self.round, self.role.layer
-        main, index_k = step.pool.main[layer], step.pool.index_k[layer]
-        emission = step.layout.emission(self.role.ratio, main.shape[1])
+        kv = step.pool.kv
+        emission = step.layout.emission(self.role.ratio)
         pairs = self._pairs(projected.view(-1, 2, c.head_dim), emission, step) if self.role.ratio == 2 else None
         if not len(emission.rows):
             return
@@ -45,10 +45,10 @@ class Compressor:
         rotation = Rotation.at(emission.positions, self.freqs)
         # Index keys come from the un-rotated latent, so they go first.
         keys = rms_norm(r(linear(latent, self.wk)), self.k_norm, c.rms_norm_eps, r)
-        keys = rotate_quantize(keys.unsqueeze(1), rotation, fp4_e8m0_qdq, r).squeeze(1)
-        index_k.flatten(0, 1)[emission.target] = keys.to(index_k.dtype)
-        latent = rotate_quantize(latent.unsqueeze(1), rotation, fp4_e4m3_qdq, r).squeeze(1)
-        main.flatten(0, 1)[emission.target] = latent.to(main.dtype)
+        keys = r(rotate_(keys.unsqueeze(1), rotation)).squeeze(1)
+        kv.index_k[layer].flatten(0, 1)[emission.target] = pack(keys, Record.INDEX)
+        latent = r(rotate_(latent.unsqueeze(1), rotation)).squeeze(1)
+        kv.main[layer].flatten(0, 1)[emission.target] = pack(latent, Record.MAIN)
 
     def _pairs(self, new: torch.Tensor, emission: Emission, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         """Both tokens' kv and score of each completed pair, [emitted, 2, head_dim]; keeps the last tokens for later."""

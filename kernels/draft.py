@@ -15,7 +15,7 @@ from kernels.checkpoint import Checkpoint
 from kernels.config import ModelConfig
 from kernels.engine import Sampling
 from kernels.layout import Layout
-from kernels.ops.attention import KeySet, attend
+from kernels.ops.attention import KeySet, sparse_attend
 from kernels.ops.linear import linear
 from kernels.ops.mix import collapse
 from kernels.ops.quant import fp8_qdq
@@ -47,7 +47,7 @@ class DraftAttention(Attention):
         kv = rms_norm(r(self.w_in.forward(x)[1]), self.kv_norm, self.config.rms_norm_eps, r)
         return r(fp8_qdq(r(rotate_(kv.unsqueeze(1), rotation).squeeze(1))))
 
-    def _attend(self, q: torch.Tensor, kv: torch.Tensor, step: Step) -> torch.Tensor:
+    def _attend(self, q: torch.Tensor, kv: torch.Tensor, rotation: Rotation, step: Step) -> torch.Tensor:
         layout = step.layout
         group, before = layout.groups[0], layout.before
         ring = step.pool.draft_swa[self.role.layer - self.config.num_hidden_layers].flatten(0, 1)
@@ -58,7 +58,8 @@ class DraftAttention(Attention):
             KeySet(window.repeat_interleave(length, 0), before.bias.repeat_interleave(length, 0)),
             KeySet(block.repeat_interleave(length, 0), torch.zeros(layout.num_rows, length)),
         ]
-        out = attend(q[: layout.num_rows], key_sets, self.sink, self.config.head_dim**-0.5, self.round)
+        rows, scale = slice(layout.num_rows), self.config.head_dim**-0.5
+        out = sparse_attend(q[rows], (), key_sets, self.sink, scale, rotation.of(rows), self.round)
         return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, layout.padded - layout.num_rows))
 
 

@@ -11,6 +11,9 @@ import torch
 
 from kernels.batch import Segment
 from kernels.cache import StatePool
+from kernels.kvlayout import BLOCK_TOKENS
+from kernels.kvpages import num_tile_blocks
+from kernels.ops.attention import Window
 from kernels.ops.linear import padded_rows
 
 
@@ -25,8 +28,8 @@ class Emission(NamedTuple):
     """The compressed rows that a batch completes, for one ratio.
 
     `rows` are the batch rows that complete one, `positions` those of the first token of each group, `target` flat
-    cache rows. Ratio 2 only: `partner` is the batch row of the pair's first token, except for the entries `carried`,
-    whose first token waits in the flat pair row `carried_from`.
+    rows of the pages. Ratio 2 only: `partner` is the batch row of the pair's first token, except for the entries
+    `carried`, whose first token waits in the flat pair row `carried_from`.
     """
 
     rows: torch.Tensor
@@ -48,19 +51,18 @@ class Before(NamedTuple):
 class Group(NamedTuple):
     """Consecutive segments of equal length: batch rows `start` to `end`, as [num_segments, length].
 
-    `slots` [num_segments]; `prefix` [num_segments * (window - 1)] flat ring rows before each segment, in position
-    order; `bias` [rows, window] 0 where the window reaches a token, -inf before the first one that has rows;
-    `start_position` is the least position in the group, `end_position` the greatest plus one.
+    `prefix` [num_segments * (window - 1)] flat ring rows before each segment, in position order; `window` says what the
+    rows see of these and of one another; `tables` [num_segments, blocks] the blocks of each segment's request, whole
+    key tiles up to `end_position`, the greatest position in the group plus one.
     """
 
     start: int
     end: int
     num_segments: int
     length: int
-    slots: torch.Tensor
     prefix: torch.Tensor
-    bias: torch.Tensor
-    start_position: int
+    window: Window
+    tables: torch.Tensor
     end_position: int
 
 
@@ -70,8 +72,10 @@ def check(segments: Sequence[Segment], pool: StatePool) -> None:
         if segment.start != pool.length(segment.slot):
             held = pool.length(segment.slot)
             raise ValueError(f"slot {segment.slot} holds {held} tokens, the segment starts at {segment.start}")
-        if segment.end > pool.max_tokens:
-            raise ValueError(f"slot {segment.slot}: {segment.end} tokens exceed the pool's {pool.max_tokens}")
+        if segment.end > pool.room(segment.slot):
+            raise ValueError(
+                f"slot {segment.slot}: {segment.end} tokens exceed the {pool.room(segment.slot)} it was allocated for"
+            )
 
 
 class Layout:
@@ -136,13 +140,13 @@ class Layout:
         """Compressed rows that each batch row may see: [num_rows]."""
         return (self.positions[: self.num_rows] + 1) // ratio
 
-    def emission(self, ratio: int, rows_per_slot: int) -> Emission:
-        """What the owners of this ratio emit; `rows_per_slot` is the same for all of them."""
+    def emission(self, ratio: int) -> Emission:
+        """What the owners of this ratio emit."""
         if ratio not in self._emissions:
-            self._emissions[ratio] = self._emission(ratio, rows_per_slot)
+            self._emissions[ratio] = self._emission(ratio)
         return self._emissions[ratio]
 
-    def _emission(self, ratio: int, rows_per_slot: int) -> Emission:
+    def _emission(self, ratio: int) -> Emission:
         completes = self._position % ratio == ratio - 1
         rows = np.flatnonzero(completes & (self._position // ratio >= self._kept // ratio))
         position = self._position[rows]
@@ -150,7 +154,8 @@ class Layout:
         slot = self._slot[rows]
         pair_rows = self._pool.pair_rows
         carried_from = slot[carried] * pair_rows + (position[carried] - 1) % pair_rows
-        target = slot * rows_per_slot + position // ratio
+        blocks = self._pool.kv.tables[slot, position // BLOCK_TOKENS]
+        target = (blocks * BLOCK_TOKENS + position % BLOCK_TOKENS) // ratio
         arrays = (rows, position // ratio * ratio, target, np.maximum(rows - 1, 0), carried, carried_from)
         return Emission(*(torch.from_numpy(array) for array in arrays))
 
@@ -177,16 +182,15 @@ class Layout:
         starts = np.array([segment.start for segment in segments])
         ring_rows = self._pool.ring_rows
         prefix = slots[:, None] * ring_rows + (starts[:, None] + reach) % ring_rows
-        before = self._position[row:end, None] + np.arange(1 - self._window, 1) < self._begin[row:end, None]
-        bias = np.where(before, np.float32("-inf"), np.float32(0))
+        hidden = np.maximum(self._begin[row:end] - (self._position[row:end] + 1 - self._window), 0)
+        end_position = max(segment.end for segment in segments)
         return Group(
             row,
             end,
             len(segments),
             segments[0].num_tokens,
-            torch.from_numpy(slots),
             torch.from_numpy(prefix.reshape(-1)),
-            torch.from_numpy(bias),
-            min(segment.start for segment in segments),
-            max(segment.end for segment in segments),
+            Window(len(segments), self._window, torch.from_numpy(hidden)),
+            torch.from_numpy(self._pool.kv.tables[slots, : num_tile_blocks(end_position)]),
+            end_position,
         )

@@ -10,7 +10,7 @@ import torch
 from kernels.batch import Segment
 from kernels.cache import StatePool
 from kernels.layout import Layout
-from kernels.ops.attention import KeySet
+from kernels.ops.attention import Source
 from kernels.ops.rope import Rotation
 
 
@@ -35,7 +35,7 @@ class Step:
     images: torch.Tensor | None = None
     rows: torch.Tensor | None = None
     taps: list[torch.Tensor] = field(default_factory=list)
-    key_sets: tuple[KeySet, ...] = ()
+    picked: list[Source] = field(default_factory=list)
     candidates: list[torch.Tensor | None] = field(default_factory=list)
 
     def narrow(self, segments: Sequence[Segment]) -> torch.Tensor:
@@ -55,7 +55,7 @@ class Step:
         self.history = None if self.history is None else self.history[rows]
         self.images = None if self.images is None else self.images[rows]
         self.taps = [tap[rows] for tap in self.taps]
-        self.key_sets, self.candidates = (), []
+        self.picked, self.candidates = [], []
         return rows
 
     def record(self, name: str, value: torch.Tensor) -> None:

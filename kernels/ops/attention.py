@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
 from kernels.ops.dispatch import by_device
 from kernels.ops.linear import enough_items
-from kernels.ops.pack import Record, gather
+from kernels.ops.pack import Record, gather, unpack
 from kernels.ops.rope import Rotation, rotate_
 from kernels.ops.rounding import Rounding
 
+PICK_TILE = 64  # picks per key set of a product
 _LOWEST = -1e30  # where the running maximum starts, so that a query without any key gives zeros
 
 
@@ -34,7 +37,69 @@ class Keys(NamedTuple):
     record: Record | None = None
 
 
+@dataclass(frozen=True)
+class Window:
+    """What the rows of `num` equally long segments see of a run of rows: each segment's `size` - 1 rows before it, then
+    its own. A row sees the `size` rows that end with its own, but not the first `hidden` [rows] int64 of them."""
+
+    num: int
+    size: int
+    hidden: torch.Tensor
+
+    @cached_property
+    def bias(self) -> torch.Tensor:
+        """[rows, size] fp32, -inf for what is hidden."""
+        columns = torch.arange(self.size, device=self.hidden.device)
+        return torch.where(columns < self.hidden.unsqueeze(1), -torch.inf, 0.0)
+
+    @cached_property
+    def named(self) -> torch.Tensor:
+        """[rows, size] int64 rows of the flattened run, -1 for what is hidden."""
+        rows, columns = (torch.arange(n, device=self.hidden.device) for n in (len(self.hidden), self.size))
+        first = rows + rows // (len(rows) // self.num) * (self.size - 1)
+        return torch.where(columns < self.hidden.unsqueeze(1), -1, first.unsqueeze(1) + columns)
+
+
+Source = Keys | KeySet | Sequence[KeySet]
+
+
 @by_device
+def sliding(run: torch.Tensor, window: Window) -> Source:
+    """The keys of each row in position order, its own last: `run` [num, size - 1 + length, dim] fp32.
+
+    Windows of one segment overlap: here a view of the run, not copies.
+    """
+    num, length, dim = window.num, run.shape[1] - window.size + 1, run.shape[2]
+    view = run.as_strided((num, length, window.size, dim), (run.shape[1] * dim, dim, dim, 1))
+    return KeySet(view.reshape(num * length, window.size, dim), window.bias)
+
+
+@by_device
+def picked(pages: torch.Tensor, tables: torch.Tensor, picks: torch.Tensor) -> Source:
+    """The compressed rows `picks` [rows, num] int64, -1 for none, of requests whose blocks are `tables` [requests, n].
+
+    `pages` [blocks, rows per block, row_bytes] holds MAIN records; as many rows follow one another for each request.
+    Here they are unpacked once for all layers that read them, in key sets of PICK_TILE.
+    """
+    rows, num = picks.shape
+    if not num:
+        return ()
+    requests, blocks, per_block = *tables.shape, pages.shape[1]
+    at = picks.clamp(min=0).view(requests, -1)
+    if rows * num >= requests * blocks * per_block:  # most rows are picked many times
+        at += torch.arange(requests).unsqueeze(1) * (blocks * per_block)
+        values = unpack(pages.index_select(0, tables.flatten()).flatten(0, 1), Record.MAIN)
+        flat = values.index_select(0, at.view(-1))
+    else:
+        block = tables.gather(1, at.div(per_block, rounding_mode="floor"))
+        place = block.mul_(per_block).add_(at.remainder_(per_block)).view(-1)
+        flat = unpack(pages.flatten(0, 1).index_select(0, place), Record.MAIN)
+    keys = flat.view(rows, num, -1)
+    bias = torch.where(picks < 0, -torch.inf, 0.0)
+    tiles = [slice(start, start + PICK_TILE) for start in range(0, num, PICK_TILE)]
+    return tuple(KeySet(keys[:, tile], bias[:, tile]) for tile in tiles)
+
+
 def attend(
     q: torch.Tensor, key_sets: Sequence[KeySet], sink: torch.Tensor, scale: float, rounding: Rounding
 ) -> torch.Tensor:
@@ -66,23 +131,29 @@ def attend(
 @by_device
 def sparse_attend(
     q: torch.Tensor,
-    window: Keys,
-    picked: Keys,
+    window: Source,
+    picks: Source,
     sink: torch.Tensor,
     scale: float,
     rotation: Rotation,
     rounding: Rounding,
 ) -> torch.Tensor:
-    """`attend` over the rows of two caches that each query names, then the inverse rotation; rounded after both."""
-    key_sets = [_gathered(keys, q.shape[-1]) for keys in (window, picked) if keys.named.shape[1]]
+    """`attend` over both sources, then the inverse rotation; rounded after both."""
+    key_sets = [*_key_sets(window, q.shape[-1]), *_key_sets(picks, q.shape[-1])]
     return rounding(rotate_(attend(q, key_sets, sink, scale, rounding), rotation.inverse))
 
 
-def _gathered(keys: Keys, dim: int) -> KeySet:
-    flat = keys.named.reshape(-1)
-    if keys.record is not None:
-        values = gather(keys.cache, flat, keys.record)
+def _key_sets(source: Source, dim: int) -> Sequence[KeySet]:
+    if isinstance(source, KeySet):
+        return [source]
+    if not isinstance(source, Keys):
+        return source
+    if not source.named.shape[1]:
+        return []
+    flat = source.named.reshape(-1)
+    if source.record is not None:
+        values = gather(source.cache, flat, source.record)
     else:
-        values = keys.cache[flat.clamp(min=0)].to(torch.float32)
-    bias = torch.zeros(keys.named.shape).masked_fill_(keys.named < 0, -torch.inf)
-    return KeySet(values.view(*keys.named.shape, dim), bias)
+        values = source.cache[flat.clamp(min=0)].to(torch.float32)
+    bias = torch.zeros(source.named.shape).masked_fill_(source.named < 0, -torch.inf)
+    return [KeySet(values.view(*source.named.shape, dim), bias)]

@@ -8,33 +8,26 @@ import torch
 
 from kernels.ops.dispatch import by_device
 from kernels.ops.linear import enough_items
-from kernels.ops.pack import Record, gather
+from kernels.ops.pack import Record, unpack
 from kernels.ops.rounding import Rounding
 
-KEY_TILE = 128  # keys per product; caches hold whole tiles
-PICK_TILE = 64  # picks per key set of an attention product
+KEY_TILE = 128  # keys per product
 
 _LOW = 0xFFFFFFFF
 _NONE = 1 << 30  # sorts behind every row number
 
 
-@by_device
-def scores(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, rounding: Rounding) -> torch.Tensor:
-    """Sum over heads of weight times relu(q . k), for one tile of keys.
-
-    `q` [rows, heads, dim], `weights` [rows, heads], `keys` [rows, KEY_TILE, dim] -> [rows, KEY_TILE], all fp32.
-    """
-    products = torch.bmm(enough_items(q), enough_items(keys).transpose(1, 2))[: q.shape[0]]
-    dots = rounding(products).relu_()
-    return rounding(rounding(dots.mul_(weights.unsqueeze(2))).sum(1))
-
-
 class Cache(NamedTuple):
-    """Index keys [slots, num, dim], or uint8 records [slots, num, row_bytes]; `slots` [rows] says whose a row reads."""
+    """Index keys as INDEX records in `pages` [blocks, rows per block, row_bytes] uint8, of requests whose blocks are
+    `tables` [requests, n] int64, whole tiles of KEY_TILE."""
 
-    keys: torch.Tensor
-    slots: torch.Tensor
-    record: Record | None = None
+    pages: torch.Tensor
+    tables: torch.Tensor
+
+    @property
+    def num(self) -> int:
+        """Keys of one request, those behind its end included."""
+        return self.tables.shape[1] * self.pages.shape[1]
 
 
 @by_device
@@ -44,26 +37,37 @@ def cached_scores(
     cache: Cache,
     visible: torch.Tensor,
     mask: torch.Tensor | None,
-    num: int,
     rounding: Rounding,
 ) -> torch.Tensor:
-    """`scores` of the first `num` keys, whole tiles of KEY_TILE: [rows, num].
+    """Sum over heads of weight times relu(q . k) for every key of the request of a row: [rows, cache.num].
 
-    -inf from column `visible` [rows] on, and where the candidate `mask` [rows, num] is false, if there is one. Queries
+    `q` [rows, heads, dim], `weights` [rows, heads], all fp32; as many rows follow one another for each request. -inf
+    from column `visible` [rows] on, and where the candidate `mask` [rows, cache.num] is false, if there is one. Queries
     and keys are quantised, so BF16 holds them exactly.
     """
-    rows, _, dim = q.shape
-    values = torch.empty(rows, num)
-    for start in range(0, num, KEY_TILE):
-        tile = cache.keys[cache.slots, start : start + KEY_TILE]
-        if cache.record is not None:
-            keys = gather(tile.flatten(0, 1), torch.arange(rows * KEY_TILE), cache.record)
-        else:
-            keys = tile.to(torch.float32)
-        columns = slice(start, start + KEY_TILE)
-        values[:, columns] = scores(q, weights, keys.reshape(rows, KEY_TILE, dim), rounding)
+    rows, (requests, blocks) = q.shape[0], cache.tables.shape
+    per_tile = KEY_TILE // cache.pages.shape[1]
+    values = torch.full((rows, cache.num), -torch.inf)
+    last = int(visible.max())
+    for number in range(blocks // per_tile):
+        start = number * KEY_TILE
+        if start >= last:
+            break
+        ids = cache.tables[:, number * per_tile : (number + 1) * per_tile]
+        keys = unpack(cache.pages.index_select(0, ids.flatten()).flatten(0, 1), Record.INDEX)
+        keys = keys.view(requests, 1, KEY_TILE, -1).expand(-1, rows // requests, -1, -1).reshape(rows, KEY_TILE, -1)
+        # In one request the first rows of a chunk do not reach the later tiles.
+        skip = int((visible > start).to(torch.uint8).argmax()) if requests == 1 else 0
+        values[skip:, start : start + KEY_TILE] = scores(q[skip:], weights[skip:], keys[skip:], rounding)
     hide(values, visible)
     return values if mask is None else values.masked_fill_(~mask, -torch.inf)
+
+
+def scores(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, rounding: Rounding) -> torch.Tensor:
+    """The same for one tile of keys, each row its own [rows, KEY_TILE, dim] fp32, all visible: [rows, KEY_TILE]."""
+    products = torch.bmm(enough_items(q), enough_items(keys).transpose(1, 2))[: q.shape[0]]
+    dots = rounding(products).relu_()
+    return rounding(rounding(dots.mul_(weights.unsqueeze(2))).sum(1))
 
 
 def hide(values: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:

@@ -9,10 +9,12 @@ import torch
 
 from kernels.ops import quant
 from kernels.ops.attention import Keys, KeySet
-from kernels.ops.index import KEY_TILE, Cache
+from kernels.ops.index import Cache
 from kernels.ops.pack import Record, pack
 from kernels.ops.rounding import Rounding, keep, to_bf16
 from run.bench.gpu_case import Case, Draw, num_bytes
+
+_PER_BLOCK = 64  # compressed rows: those of ratio 2
 
 
 def _quantisers(name: str, function: Callable[..., Any]) -> list[Case]:
@@ -90,33 +92,28 @@ def _gathered(draw: Draw) -> tuple[Any, ...]:
         hidden = draw.integers(0, 2, s.rows, count) == 0
         sets.append(KeySet(keys, torch.zeros(s.rows, count).masked_fill_(hidden, -torch.inf)))
     q = torch.randn(s.rows, s.heads, s.head_dim, generator=draw.generator).bfloat16().float()
-    return (q, sets, torch.randn(s.heads, generator=draw.generator), s.head_dim**-0.5, to_bf16)
+    sink = torch.randn(s.heads, generator=draw.generator)
+    return (q, (), tuple(sets), sink, s.head_dim**-0.5, draw.rotation(), to_bf16)
 
 
-def _index(record: Record | None, rounding: Rounding) -> Case:
+def _index(candidates: bool, rounding: Rounding) -> Case:
     def make(draw: Draw) -> tuple[Any, ...]:
         s = draw.sizes
         q = quant.fp4_e8m0_qdq(torch.randn(s.rows, s.index_heads, s.index_dim, generator=draw.generator))
         weights = torch.randn(s.rows, s.index_heads, generator=draw.generator).bfloat16().float()
-        keys = torch.randn(s.slots * s.context, s.index_dim, generator=draw.generator)
-        stored = quant.fp4_e8m0_qdq(keys).bfloat16() if record is None else pack(keys, record)
-        cache = Cache(stored.view(s.slots, s.context, -1), draw.integers(0, s.slots, s.rows), record)
-        mask = None if record is None else draw.integers(0, 2, s.rows, s.context) == 0
-        return (q, weights, cache, draw.integers(0, s.context + 1, s.rows), mask, s.context, rounding)
+        blocks = s.context // _PER_BLOCK
+        held = s.slots * blocks + 1
+        keys = pack(torch.randn(held * _PER_BLOCK, s.index_dim, generator=draw.generator), Record.INDEX)
+        cache = Cache(keys.view(held, _PER_BLOCK, -1), draw.integers(0, held, s.rows, blocks))
+        mask = draw.integers(0, 2, s.rows, s.context) == 0 if candidates else None
+        return (q, weights, cache, draw.integers(0, s.context + 1, s.rows), mask, rounding)
 
     def moved(args: tuple[Any, ...], result: torch.Tensor) -> int:
-        row_bytes = args[2].keys.shape[2] * args[2].keys.element_size()
-        return int(args[3].sum()) * int(row_bytes) + num_bytes((args[:2], args[4], result))
+        return int(args[3].sum()) * int(args[2].pages.shape[2]) + num_bytes((args[:2], args[2].tables, args[4], result))
 
-    kind = f"{'values' if record is None else 'records, candidates'}, {'bf16' if rounding is to_bf16 else 'fp32'}"
+    kind = f"{'candidates, ' if candidates else ''}{'bf16' if rounding is to_bf16 else 'fp32'}"
     tolerance = 4e-3 if rounding is to_bf16 else 2e-6
     return Case(f"index scores, {kind}", "index.cached_scores", make, (0, 1, 2, 3, 4), tolerance, moved)
-
-
-def _index_tile(draw: Draw) -> tuple[Any, ...]:
-    q, weights, *_ = _index(None, keep).make(draw)
-    keys = torch.randn(draw.sizes.rows, KEY_TILE, draw.sizes.index_dim, generator=draw.generator)
-    return (q, weights, quant.fp4_e8m0_qdq(keys), keep)
 
 
 CACHE_CASES = [
@@ -125,10 +122,9 @@ CACHE_CASES = [
     *_quantisers("fp4_e4m3_qdq", quant.fp4_e4m3_qdq),
     Case("rotate", "rope.rotate_", _rotate, (0, 1)),
     *(case for record in Record for case in _packing(record)),
-    Case("attention, gathered keys", "attention.attend", _gathered, (0, 1), 4e-3),
+    Case("attention, gathered keys", "attention.sparse_attend", _gathered, (0, 2, 5), 4e-3),
     _attention(None, keep),
     _attention(Record.MAIN, to_bf16),
-    _index(None, keep),
-    _index(Record.INDEX, to_bf16),
-    Case("index scores, one tile", "index.scores", _index_tile, (0, 1, 2), 2e-6),
+    _index(False, keep),
+    _index(True, to_bf16),
 ]

@@ -150,7 +150,7 @@ def cut_to(case: Case, args: tuple[Any, ...], rows: slice) -> tuple[Any, ...]:
         if isinstance(value, Keys):
             return value._replace(named=cut(value.named))
         if isinstance(value, Cache):
-            return value._replace(slots=cut(value.slots))
+            return value._replace(tables=cut(value.tables))
         return mapped(value, lambda tensor: tensor[rows].clone())
 
     return tuple(cut(arg) if number in case.by_row else arg for number, arg in enumerate(args))

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from kernels.cache import StatePool
 from kernels.model import Model, load_model
+from kernels.ops.pack import Record, gather
 
 GOLDEN = Path(__file__).parent.parent / "data" / "oracle"
 
@@ -18,6 +19,17 @@ GOLDEN = Path(__file__).parent.parent / "data" / "oracle"
 def golden(name: str) -> dict[str, torch.Tensor]:
     """Tensors of `mini/NAME` or `units/NAME`."""
     return load_file(GOLDEN / f"{name}.safetensors")
+
+
+def unpacked(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """An exported state with the values that its records stand for."""
+    forms = {"swa": Record.WINDOW, "draft_swa": Record.WINDOW, "main": Record.MAIN, "index_k": Record.INDEX}
+    values = dict(state)
+    for name, array in state.items():
+        if record := forms.get(name.partition(".")[0]):
+            flat = array.flatten(0, -2)
+            values[name] = gather(flat, torch.arange(len(flat)), record).view(*array.shape[:-1], -1)
+    return values
 
 
 @pytest.fixture(autouse=True)

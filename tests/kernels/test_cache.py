@@ -1,12 +1,16 @@
+from collections.abc import Iterator, Sequence
+
 import pytest
 import torch
 
 from kernels.batch import Batch
-from kernels.cache import PoolFull, StatePool
+from kernels.cache import StatePool
+from kernels.engine import Admission, Sampling
 from kernels.model import Model
+from kernels.pages import PoolFull
 
 
-def run(model: Model, pool: StatePool, slot: int, tokens: range) -> torch.Tensor:
+def run(model: Model, pool: StatePool, slot: int, tokens: Sequence[int]) -> torch.Tensor:
     return model.logits(model.forward(Batch.all_rows([(slot, pool.length(slot), tokens)]), pool))
 
 
@@ -73,8 +77,8 @@ def test_export_holds_valid_rows_only(mini: Model, pool: StatePool) -> None:
     slot = pool.alloc()
     run(mini, pool, slot, range(33))
     shapes = {name: tuple(value.shape) for name, value in pool.export(slot).items()}
-    assert shapes["tokens"] == (33,) and shapes["swa"] == (10, 15, 64)
-    assert shapes["main.2"] == (16, 64) and shapes["index_k.6"] == (33, 64)
+    assert shapes["tokens"] == (33,) and shapes["swa"] == (10, 15, 66)
+    assert shapes["main.2"] == (16, 36) and shapes["index_k.6"] == (33, 34)
     assert shapes["pair.2"] == (1, 2, 64) and "pair.6" not in shapes
 
 
@@ -95,23 +99,120 @@ def test_refused_batches_change_nothing(mini: Model, pool: StatePool) -> None:
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-@pytest.mark.parametrize("array", ["swa", "main.2", "main.6", "index_k.2", "index_k.6", "pair.4"])
-def test_every_cache_is_read(mini: Model, pool: StatePool, array: str) -> None:
-    """Altering one cached row alters the next logits."""
+def altered_in_one_value(state: dict[str, torch.Tensor], name: str) -> Iterator[dict[str, torch.Tensor]]:
+    """States that differ from `state` in one value of one row of `name`, each in another row, the newest first."""
+    for row in reversed(range(state[name].flatten(0, -2).shape[0])):
+        altered = state | {name: state[name].clone()}
+        values = altered[name].flatten(0, -2)[row]
+        if name.startswith("pair"):
+            values[0] += 1.0
+        elif name.startswith("index_k"):
+            values[-1] += 10  # a scale: the sign of the score stays, its size does not
+        elif name.startswith("main"):
+            values[int((values[:32] & 7 != 0).to(torch.int8).argmax())] ^= 8
+        else:
+            values[int((values[:64] & 127 != 0).to(torch.int8).argmax())] ^= 128
+        yield altered
+
+
+@pytest.mark.parametrize(
+    "array", ["swa", "main.2", "main.4", "main.6", "index_k.2", "index_k.6", "pair.2", "draft_swa"]
+)
+def test_every_cache_is_read(mini: Model, array: str) -> None:
+    """Altering one cached value alters the next logits, or the drafts."""
+    assert mini.drafter is not None
+    pool = StatePool(mini.config, 1, 256, drafts=True)
     slot = pool.alloc()
     run(mini, pool, slot, range(1, 68))
     state = pool.export(slot)
-    want = run(mini, pool, slot, range(5, 6))
-    altered = state | {array: state[array].clone()}
-    rows = altered[array][0] if array == "swa" else altered[array]
-    if array.startswith("index_k"):
-        rows.copy_(rows.flip(0))  # picks change when keys trade places
+    drafter = mini.drafter
+
+    def outcome() -> torch.Tensor:
+        if array == "draft_swa":
+            return drafter.draft([(slot, 5)], [Sampling(0.0, 1.0, 0)], pool).logits
+        return run(mini, pool, slot, range(5, 6))
+
+    want = outcome()
+    for altered in altered_in_one_value(state, array):
+        pool.import_(slot, altered)
+        if not torch.equal(outcome(), want):
+            break
     else:
-        rows.add_(1.0)
-    pool.free(slot)
-    slot = pool.alloc()
-    pool.import_(slot, altered)
-    assert not torch.equal(run(mini, pool, slot, range(5, 6)), want)
-    pool.truncate(slot, 67)
+        pytest.fail(f"no value of {array} is read")
     pool.import_(slot, state)
-    assert torch.equal(run(mini, pool, slot, range(5, 6)), want)
+    assert torch.equal(outcome(), want)
+
+
+def test_room_is_reserved_in_blocks_and_says_ok_later_or_never(mini: Model) -> None:
+    pool = StatePool(mini.config, 3, 512, num_blocks=4)
+    assert [pool.admit(num) for num in (1, 512, 513)] == [Admission.OK, Admission.OK, Admission.NEVER]
+    first, second = pool.alloc(129), pool.alloc(100)
+    assert pool.kv.num_free == 1 and pool.room(first) == 129
+    assert [pool.admit(num) for num in (128, 129, 513)] == [Admission.OK, Admission.LATER, Admission.NEVER]
+    with pytest.raises(PoolFull, match="no room for 129 tokens"):
+        pool.alloc(129)
+    assert pool.kv.num_free == 1 and pool.num_free == 1
+    third = pool.alloc(1)
+    assert pool.admit(1) is Admission.LATER
+    pool.free(second)
+    assert pool.kv.num_free == 1 and pool.alloc(128) == second
+    with pytest.raises(ValueError, match="130 tokens exceed the 129"):
+        run(mini, pool, first, range(130))
+    for slot in (first, second, third):
+        pool.free(slot)
+    assert pool.kv.num_free == 4 and pool.num_free == 3
+    small = StatePool(mini.config, 3, 512, num_blocks=2)
+    assert [small.admit(num) for num in (256, 257)] == [Admission.OK, Admission.NEVER]
+
+
+def test_scattered_blocks_hold_what_consecutive_ones_hold(mini: Model) -> None:
+    tokens = [(7 * number) % 251 for number in range(400)]
+    pool = StatePool(mini.config, 4, 512)
+    slot = pool.alloc()
+    want = [run(mini, pool, slot, part) for part in (tokens[:300], tokens[300:])]
+    state = pool.export(slot)
+    slots = [pool.alloc(128 * number) for number in (1, 3, 2)]
+    for used in (slots[1], slot, slots[2], slots[0]):
+        pool.free(used)
+    slot, other = pool.alloc(400), pool.alloc(512)
+    ids = pool.kv.tables[slot, :4].tolist()
+    assert sorted(ids) != list(range(min(ids), min(ids) + 4))
+    run(mini, pool, other, tokens[::-1])
+    assert torch.equal(run(mini, pool, slot, tokens[:300]), want[0])
+    assert torch.equal(run(mini, pool, slot, tokens[300:]), want[1])
+    for name, array in pool.export(slot).items():
+        assert torch.equal(array, state[name]), name
+
+
+def test_a_held_block_outlives_its_request(mini: Model) -> None:
+    tokens = [(5 * number) % 250 for number in range(300)]
+    pool = StatePool(mini.config, 2, 512, num_blocks=6)
+    slot = pool.alloc(300)
+    run(mini, pool, slot, tokens[:256])
+    blocks = [pool.hold(slot, number) for number in (0, 1)]
+    with pytest.raises(ValueError, match="block 2 is not complete"):
+        pool.hold(slot, 2)
+    with pytest.raises(ValueError, match="can go back to 256"):
+        pool.truncate(slot, 255)
+    state = pool.export(slot)
+    pool.free(slot)
+    assert pool.kv.num_free == 4
+    other = pool.alloc(512)
+    run(mini, pool, other, tokens[::-1])
+    pool.free(other)
+    payloads = pool.kv.payloads(blocks)
+    layout = pool.kv.layout
+    assert payloads.shape == (2, layout.block_bytes)
+    parts = layout.split(payloads)
+    assert all(torch.equal(part, state[name]) for name, part in parts.items())
+    for block in blocks:
+        pool.kv.release(block)
+        with pytest.raises(ValueError, match="not held"):
+            pool.kv.release(block)
+    assert pool.kv.num_free == 6
+    slot = pool.alloc(300)
+    pool.import_prefix(slot, {"tokens": state["tokens"], **parts})
+    assert pool.length(slot) == 256 - mini.config.sliding_window
+    run(mini, pool, slot, tokens[pool.length(slot) : 257])
+    again = pool.export(slot)
+    assert all(torch.equal(again[name][: len(part)], part) for name, part in parts.items())

@@ -20,7 +20,7 @@ from kernels.layout import Layout
 from kernels.model import Model, load_model
 from kernels.ops.rounding import keep
 from kernels.verify import sample_rows
-from tests.kernels.conftest import GOLDEN, golden
+from tests.kernels.conftest import GOLDEN, golden, unpacked
 from tests.kernels.test_invariance import assert_same_state, feed
 from tests.kernels.test_oracle import assert_same_cache
 from tests.kernels.test_replay import begin, prompt_of
@@ -45,7 +45,7 @@ def observe(drafter: Drafter, pool: StatePool, slot: int, hidden: torch.Tensor) 
 def assert_rings(pool: StatePool, slot: int, data: dict[str, torch.Tensor], name: str) -> None:
     length = pool.length(slot)
     positions = torch.arange(max(0, length - WINDOW), length)
-    for stage, got in enumerate(pool.export(slot)["draft_swa"]):
+    for stage, got in enumerate(unpacked(pool.export(slot))["draft_swa"]):
         assert_same_cache(got, data[name.format(stage)][positions % WINDOW])
 
 
@@ -173,7 +173,7 @@ def test_windows_do_not_depend_on_cuts(mini: Model, drafting: StatePool, replay:
                 feed(mini, drafting, slot, tokens[start : start + cut])
         states.append(drafting.export(slot))
         drafting.free(slot)
-    assert states[0]["draft_swa"].shape == (3, WINDOW, 64)
+    assert states[0]["draft_swa"].shape == (3, WINDOW, 66)
     for state in states[1:]:
         assert_same_state(state, states[0])
 

@@ -9,7 +9,7 @@ import torch
 from kernels.batch import Batch
 from kernels.cache import StatePool
 from kernels.model import Model, load_model
-from tests.kernels.conftest import GOLDEN, golden
+from tests.kernels.conftest import GOLDEN, golden, unpacked
 
 pytestmark = pytest.mark.oracle
 PROMPTS = [f"p{number:02d}" for number in range(11)]
@@ -73,7 +73,7 @@ def test_every_layer(mini: Model, pool: StatePool) -> None:
     for layer in (2, 4, 6, 8):
         name = f"index.layers.{layer}"
         assert_same_picks(trace[f"{name}.topk"], want[f"{name}.topk"], want[f"{name}.scores"])
-    state = pool.export(slot)
+    state = unpacked(pool.export(slot))
     for layer in (2, 4, 6):
         assert_same_cache(state[f"main.{layer}"], want[f"cache.layers.{layer}.main_kv"])
         assert_same_cache(state[f"index_k.{layer}"], want[f"cache.layers.{layer}.index_k"])
@@ -94,7 +94,7 @@ def test_picks_scores_and_caches_of_a_long_prompt(mini: Model, pool: StatePool) 
         assert_same_picks(trace[f"{name}.topk"], want[f"{name}.topk"], scores)
     mask = want["index.layers.6.candidate_mask"].bool()
     assert torch.equal(trace["index.layers.6.candidate_mask"][:, : mask.shape[1]], mask)
-    state = pool.export(slot)
+    state = unpacked(pool.export(slot))
     positions = torch.arange(len(want["tokens"]) - 15, len(want["tokens"]))
     for layer in range(10):
         assert_same_cache(state["swa"][layer], want[f"cache.layers.{layer}.swa_ring"][positions % 16])

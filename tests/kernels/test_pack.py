@@ -37,3 +37,32 @@ def test_the_even_value_is_in_the_low_half() -> None:
     records = pack(x, Record.INDEX)
     assert records[0, :2].tolist() == [0xF2, 0x01]
     assert records[0, 16] == 127
+
+
+@pytest.mark.parametrize("record", list(Record))
+def test_every_byte_means_what_the_formats_say(record: Record) -> None:
+    bits, group = record.value
+    codes, scales = torch.arange(256).repeat_interleave(256), torch.arange(256).repeat(256)
+    scale_type = torch.float8_e4m3fn if record is Record.MAIN else torch.float8_e8m0fnu
+    factor = scales.to(torch.uint8).view(scale_type).float().unsqueeze(1)
+    if bits == 8:
+        values = codes.to(torch.uint8).view(torch.float8_e4m3fn).float().unsqueeze(1)
+    else:
+        size = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+        nibbles = torch.stack((codes & 15, codes >> 4), 1)
+        values = torch.where(nibbles > 7, -size[nibbles & 7], size[nibbles & 7])
+    records = torch.zeros(len(codes), record.row_bytes(group), dtype=torch.uint8)
+    records[:, 0], records[:, -1] = codes.to(torch.uint8), scales.to(torch.uint8)
+    got = gather(records, torch.arange(len(codes)), record)[:, : values.shape[1]]
+    torch.testing.assert_close(got, values * factor, rtol=0, atol=0, equal_nan=True)
+
+
+def test_window_rows_survive_packing_as_values() -> None:
+    """Rings hold values, exported state holds records: nothing may be lost on the way, at any size and code."""
+    generator = torch.Generator().manual_seed(1)
+    exponents = torch.arange(-30, 30).repeat_interleave(200).unsqueeze(1)
+    x = torch.randn(len(exponents), 64, generator=generator) * exponents.float().exp2()
+    x[::3, 0] = exponents[::3, 0].float().exp2() * 224  # on the edge between two scales
+    values = quant.fp8_qdq(x)
+    again = gather(pack(values, Record.WINDOW), torch.arange(len(x)), Record.WINDOW)
+    assert torch.equal(again.view(torch.int32), values.view(torch.int32))

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.ops.attention import Keys, KeySet
+from kernels.ops.attention import Keys, KeySet, Source, Window
 from kernels.ops.gpu.numbers import maybe_bf16, operand, power_of_two, rounds
 from kernels.ops.gpu.pack import FORMS, dequantized
 from kernels.ops.pack import Record
@@ -23,28 +23,35 @@ _HEADS = 16  # the smallest side of a product
 _TILE, _FP32_TILE = 32, 16  # keys of one product: with 512 values each they fill 32 KB of shared memory
 
 
-def attend(
-    q: torch.Tensor, key_sets: Sequence[KeySet], sink: torch.Tensor, scale: float, rounding: Rounding
-) -> torch.Tensor:
-    """`q` [rows, heads, dim] fp32 over gathered key sets -> [rows, heads, dim], rounded."""
-    keys = torch.cat([keys for keys, _ in key_sets], 1)
-    bias = torch.cat([bias for _, bias in key_sets], 1)
-    number = torch.arange(bias.numel(), device=q.device).view(bias.shape)
-    named = Keys(keys.flatten(0, 1), torch.where(bias == 0, number, -1))
-    return _launch(q, named, None, sink, scale, None, rounding)
+def sliding(run: torch.Tensor, window: Window) -> Keys:
+    """The keys of each row: `run` [num, size - 1 + length, dim] fp32, named, not copied."""
+    return Keys(run.flatten(0, 1), window.named)
+
+
+def picked(pages: torch.Tensor, tables: torch.Tensor, picks: torch.Tensor) -> Keys:
+    """The compressed rows `picks` [rows, num] of requests whose blocks are `tables` [requests, n], named."""
+    per_block, at = pages.shape[1], picks.clamp(min=0).view(len(tables), -1)
+    blocks = tables.gather(1, at.div(per_block, rounding_mode="floor"))
+    rows = (blocks * per_block + at % per_block).view(picks.shape)
+    return Keys(pages.flatten(0, 1), torch.where(picks < 0, -1, rows), Record.MAIN)
 
 
 def sparse_attend(
     q: torch.Tensor,
-    window: Keys,
-    picked: Keys,
+    window: Source,
+    picks: Source,
     sink: torch.Tensor,
     scale: float,
     rotation: Rotation,
     rounding: Rounding,
 ) -> torch.Tensor:
-    """`q` [rows, heads, dim] fp32 over the rows of two caches -> [rows, heads, dim], rotated back, rounded."""
-    return _launch(q, window, picked, sink, scale, rotation, rounding)
+    """`q` [rows, heads, dim] fp32 over two sources -> [rows, heads, dim], rotated back, rounded."""
+    first, second = (source if isinstance(source, Keys) else _joined(source) for source in (window, picks))
+    if first is None:
+        first, second = second, None
+    if first is None:
+        raise ValueError("attention needs keys")
+    return _launch(q, first, second, sink, scale, rotation, rounding)
 
 
 def _launch(
@@ -53,7 +60,7 @@ def _launch(
     picked: Keys | None,
     sink: torch.Tensor,
     scale: float,
-    rotation: Rotation | None,
+    rotation: Rotation,
     rounding: Rounding,
 ) -> torch.Tensor:
     rows, heads, dim = q.shape
@@ -68,8 +75,8 @@ def _launch(
             second.cache,
             second.named.contiguous(),
             sink,
-            rotation.cos if rotation else None,
-            rotation.sin if rotation else None,
+            rotation.cos,
+            rotation.sin,
             out,
             window.named.shape[1],
             picked.named.shape[1] if picked else 0,
@@ -78,7 +85,7 @@ def _launch(
             heads,
             scale,
             DIM=dim,
-            ROPE=rotation.cos.shape[-1] if rotation else 0,
+            ROPE=rotation.cos.shape[-1],
             WINDOW_BYTES=_code_bytes(window, dim),
             WINDOW_FORM=_form(window),
             WINDOW_GROUP=_group(window),
@@ -95,6 +102,17 @@ def _launch(
             enable_fp_fusion=False,
         )
     return out
+
+
+def _joined(source: KeySet | Sequence[KeySet]) -> Keys | None:
+    """Gathered keys as named rows of one array; None when there are none."""
+    key_sets = [source] if isinstance(source, KeySet) else source
+    if not key_sets:
+        return None
+    keys = torch.cat([keys for keys, _ in key_sets], 1)
+    bias = torch.cat([bias for _, bias in key_sets], 1)
+    number = torch.arange(bias.numel(), device=bias.device).view(bias.shape)
+    return Keys(keys.flatten(0, 1), torch.where(bias == 0, number, -1))
 
 
 def _form(keys: Keys) -> int:
@@ -171,13 +189,12 @@ def sparse_attend_kernel(
 
     even, odd = tl.split(tl.reshape(out, (HEADS, BLOCK // 2, 2)))
     even_at = 2 * tl.arange(0, BLOCK // 2)[None, :]
-    if ROPE > 0:
-        angle = even_at - (DIM - ROPE)
-        turned = (angle >= 0) & (even_at < DIM)
-        cos = tl.load(p_cos + row * ROPE + angle, mask=turned, other=1.0)
-        sin = tl.load(p_sin + row * ROPE + angle + 1, mask=turned, other=0.0)
-        new_even = maybe_bf16(tl.where(turned, even * cos + odd * sin, even), BF16)
-        odd = maybe_bf16(tl.where(turned, odd * cos - even * sin, odd), BF16)
-        even = new_even
+    angle = even_at - (DIM - ROPE)
+    turned = (angle >= 0) & (even_at < DIM)
+    cos = tl.load(p_cos + row * ROPE + angle, mask=turned, other=1.0)
+    sin = tl.load(p_sin + row * ROPE + angle + 1, mask=turned, other=0.0)
+    new_even = maybe_bf16(tl.where(turned, even * cos + odd * sin, even), BF16)
+    odd = maybe_bf16(tl.where(turned, odd * cos - even * sin, odd), BF16)
+    even = new_even
     tl.store(p_out + base + even_at, even, mask=there & (even_at < DIM))
     tl.store(p_out + base + even_at + 1, odd, mask=there & (even_at < DIM))

@@ -1,0 +1,118 @@
+"""Compressed KV and index keys of all requests, as records in blocks of 128 tokens that no request owns alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from kernels.config import ModelConfig
+from kernels.engine import Admission
+from kernels.kvlayout import BLOCK_TOKENS, KVLayout
+from kernels.ops.index import KEY_TILE
+from kernels.pages import PagePool
+
+_RATIO = 2  # the largest one
+
+
+class KVPages:
+    """`num_blocks` blocks, and for each slot which of them hold its tokens, in order.
+
+    Per KV owner `main` uint8 [blocks, rows per block, main bytes] and `index_k` likewise; block 0 belongs to nobody and
+    stays zero. `tables` int64 [num_slots, blocks of one slot], whole key tiles wide, 0 behind a slot's own blocks.
+    """
+
+    def __init__(
+        self, config: ModelConfig, num_slots: int, max_tokens: int, num_blocks: int, device: torch.device
+    ) -> None:
+        self.config, self.layout = config, KVLayout(config)
+        self.main: dict[int, torch.Tensor] = {}
+        self.index_k: dict[int, torch.Tensor] = {}
+        for role in config.kv_owners:
+            for arrays, row_bytes in ((self.main, self.layout.main_bytes), (self.index_k, self.layout.index_bytes)):
+                shape = (num_blocks + 1, self.layout.rows(role), row_bytes)
+                arrays[role.layer] = torch.zeros(shape, dtype=torch.uint8, device=device)
+        self.tables = np.zeros((num_slots, num_tile_blocks(max_tokens)), dtype=np.int64)
+        self._pages = PagePool(num_blocks)
+        self._num_reserved = [0] * num_slots
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody holds."""
+        return self._pages.num_free
+
+    def admit(self, num_tokens: int) -> Admission:
+        return self._pages.admit(num_blocks_of(num_tokens))
+
+    def reserve(self, slot: int, num_tokens: int) -> None:
+        """Give a slot that has none the blocks of `num_tokens`. Raises PoolFull."""
+        blocks = self._pages.take(num_blocks_of(num_tokens))
+        self.tables[slot, : len(blocks)] = blocks
+        self._num_reserved[slot] = len(blocks)
+
+    def free(self, slot: int) -> None:
+        """Let go of a slot's blocks; those that somebody else holds live on."""
+        for block in self.tables[slot, : self._num_reserved[slot]].tolist():
+            self._pages.release(block)
+        self.tables[slot] = 0
+        self._num_reserved[slot] = 0
+
+    def hold(self, slot: int, number: int) -> int:
+        """The id of the slot's block `number`, held until `release`, whatever becomes of the slot."""
+        block = int(self.tables[slot, number])
+        self._pages.share(block)
+        return block
+
+    def release(self, block: int) -> None:
+        """Let go of a block from `hold`. Raises ValueError when nobody holds it."""
+        self._pages.release(block)
+
+    def payloads(self, blocks: Sequence[int]) -> torch.Tensor:
+        """Copies of held blocks: uint8 [blocks, block_bytes] on the CPU, in the order of `KVLayout`."""
+        ids = torch.tensor(blocks, dtype=torch.int64)
+        return self.layout.join({name: pages[ids.to(pages.device)] for name, pages in self._arrays()}).cpu()
+
+    def records(self, slot: int, num_tokens: int) -> dict[str, torch.Tensor]:
+        """Copies of a slot's records of the first `num_tokens`: per KV owner `main.{layer}` and `index_k.{layer}` uint8
+        [num_tokens // ratio, row bytes]."""
+        return {
+            name: pages.flatten(0, 1)[self._rows(slot, num_tokens, pages).to(pages.device)]
+            for name, pages in self._arrays()
+        }
+
+    def shapes(self, num_tokens: int) -> dict[str, tuple[int, ...]]:
+        """The shapes of what `records` gives."""
+        return {
+            name: (num_tokens * pages.shape[1] // BLOCK_TOKENS, pages.shape[2]) for name, pages in self._arrays()
+        }
+
+    def write(self, slot: int, num_tokens: int, records: dict[str, torch.Tensor]) -> None:
+        """Put what `records` gave, of `num_tokens`, into a slot's blocks."""
+        for name, pages in self._arrays():
+            rows = self._rows(slot, num_tokens, pages).to(pages.device)
+            pages.flatten(0, 1)[rows] = records[name].to(pages.device)
+
+    def _arrays(self) -> list[tuple[str, torch.Tensor]]:
+        return [
+            (f"{name}.{role.layer}", arrays[role.layer])
+            for role in self.config.kv_owners
+            for name, arrays in (("main", self.main), ("index_k", self.index_k))
+        ]
+
+    def _rows(self, slot: int, num_tokens: int, pages: torch.Tensor) -> torch.Tensor:
+        """Flat rows of `pages` that hold a slot's first `num_tokens`."""
+        per_block = pages.shape[1]
+        rows = np.arange(num_tokens * per_block // BLOCK_TOKENS)
+        return torch.from_numpy(self.tables[slot, rows // per_block] * per_block + rows % per_block)
+
+
+def num_blocks_of(num_tokens: int) -> int:
+    """Blocks that hold `num_tokens`."""
+    return -(-num_tokens // BLOCK_TOKENS)
+
+
+def num_tile_blocks(num_tokens: int) -> int:
+    """The same, as many more as it takes to fill whole key tiles at any ratio."""
+    tile_tokens = KEY_TILE * _RATIO
+    return -(-num_tokens // tile_tokens) * tile_tokens // BLOCK_TOKENS
