@@ -103,8 +103,9 @@ def print_inspection(folder: Path, *, as_json: bool) -> int:
     shards, total = found.shards, found.total
     num_files = len(set(shards.files.values()))
     print(f"{shards.path}: {len(shards.files):,} tensors in {num_files} file{'s' if num_files != 1 else ''}")
-    if found.checked != "names, shapes, types":
-        print(f"Checked: {found.checked} only, as no file is there. Sizes and types below are those published.")
+    if not shards.entries:
+        why = "names only, as none of the files is there" if shards.files else "nothing"
+        print(f"Checked: {why}. Sizes and types below are those published.")
     _print_config(found.config)
     Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS).print(_table(found))
     if shards.total_bytes not in (None, total.bytes):

@@ -23,6 +23,9 @@ from rich.markup import escape
 from actors.gateway.keys import Keys, KeysError
 from actors.recipe.card import CardError, ModelCard
 from bus.server import ServerConfig, command, wait_ready
+from kernels.audit import audit, refuse
+from kernels.config import ConfigError, ModelConfig
+from kernels.shards import CheckpointError, read_shards
 from run.build import serving
 from run.cluster import Member, ProcessSpec
 from run.health import find_silent
@@ -260,8 +263,9 @@ def _check(settings: Settings, ready_file: Path | None) -> None:
     """What would fail later, in some process, fails here and now. Raises SettingsError."""
     try:
         ModelCard.from_folder(settings.model)
+        refuse(audit(ModelConfig.from_folder(settings.model), read_shards(settings.model)))
         Keys.parse(settings.api_keys)
-    except CardError as error:
+    except (CardError, ConfigError, CheckpointError) as error:
         raise SettingsError(f"SHOAL_MODEL: {error}") from None
     except KeysError as error:
         raise SettingsError(str(error)) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +31,15 @@ def test_a_home_that_cannot_be_made(settings: Settings, tmp_path: Path) -> None:
 def test_a_model_folder_without_a_model(settings: Settings, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"SHOAL_MODEL: .*config\.json"):
         start(replace(settings, model=tmp_path))
+
+
+def test_a_model_whose_file_is_cut_short(settings: Settings, tmp_path: Path) -> None:
+    shutil.copytree(settings.model, tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(SettingsError, match=r"SHOAL_MODEL: .*model\.safetensors: truncated: 1,000 bytes are missing"):
+        start(replace(settings, model=tmp_path / "model"))
+    assert not settings.home.exists(), "nothing was started"
 
 
 def test_keys_that_are_none(settings: Settings) -> None:
