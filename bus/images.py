@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from bus.bulk import Bulk
-from bus.bus import Bus, BusError
+from bus.bus import Bus, BusError, fail
 from bus.subjects import ENCODE_IMAGE, RELEASE_IMAGE, RESOLVE_IMAGE, Subject
 from schemas.bulk import Handle
 from schemas.failure import Code, Failure
@@ -46,20 +46,51 @@ async def resolve_images(bus: Bus, bulk: Bulk, files: Sequence[bytes], tenant: s
     return await asyncio.gather(*map(resolve, files))
 
 
-async def encode_image(bus: Bus, wanted: EncodeImage, loss: Callable[[], asyncio.Event]) -> ImageEncoded:
-    """The embeddings of one image. They are asked for anew when `loss`, the event to wait for now, says that a replica
-    has ended: it may be the one that was at it. Raises BusError.
+async def encode_images(
+    bus: Bus, wanted: Sequence[EncodeImage], loss: Callable[[], asyncio.Event], is_over: Callable[[], bool]
+) -> list[ImageEncoded]:
+    """The embeddings of these images, all asked for at once, and anew when `loss`, the event to wait for now, says that
+    a replica has ended: it may be the one that was at it. Once `is_over` nothing is asked anew.
+
+    Raises the first `BusError`: no_replica, overloaded, deadline_exceeded or vision_error. Then none is held for us.
     """
+    tasks = [asyncio.create_task(_encode(bus, one, loss, is_over)) for one in wanted]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        made = [task.result() for task in tasks if task.done() and not task.cancelled() and task.exception() is None]
+        await release_images(bus, [(image.vision, image.embeddings) for image in made])
+        raise
+
+
+async def _encode(
+    bus: Bus, wanted: EncodeImage, loss: Callable[[], asyncio.Event], is_over: Callable[[], bool]
+) -> ImageEncoded:
     while True:
-        asking = asyncio.create_task(_ask_any(bus, ENCODE_IMAGE, wanted, ENCODE_S))
+        asking = asyncio.create_task(_ask_any(bus, ENCODE_IMAGE, wanted, ENCODE_S, is_over))
         losing = asyncio.create_task(loss().wait())
         try:
             await asyncio.wait([asking, losing], return_when=asyncio.FIRST_COMPLETED)
             if asking.done():
                 return asking.result()
+            if is_over():
+                raise fail(Code.CANCELLED, "nobody waits for it any more")
+        except BusError as error:
+            raise _typed(error) from None
         finally:
             asking.cancel()
             losing.cancel()
+
+
+def _typed(error: BusError) -> BusError:
+    """What it means to a client, whose image is good."""
+    if error.code in (Code.NO_RESPONDERS, Code.SHUTTING_DOWN):
+        return fail(Code.NO_REPLICA, "no vision replica is there to encode the image")
+    if error.code in (Code.OVERLOADED, Code.DEADLINE_EXCEEDED):
+        return error
+    return fail(Code.VISION_ERROR, error.failure.message)
 
 
 async def release_images(bus: Bus, held: Iterable[tuple[str, Handle]]) -> None:
@@ -68,10 +99,12 @@ async def release_images(bus: Bus, held: Iterable[tuple[str, Handle]]) -> None:
         await bus.tell(RELEASE_IMAGE.at(vision), ReleaseImage(held=handle))
 
 
-async def _ask_any(bus: Bus, subject: Subject[M, R], message: M, timeout_s: float) -> R:
+async def _ask_any(
+    bus: Bus, subject: Subject[M, R], message: M, timeout_s: float, is_over: Callable[[], bool] = lambda: False
+) -> R:
     """The answer of one of them. While nobody is there, or has room, they are asked again.
 
-    Raises the last `BusError` after PATIENCE_S, and any that asking again cannot mend at once.
+    Raises the last `BusError` after PATIENCE_S, or once `is_over`, and any that asking again cannot mend at once.
     """
     loop = asyncio.get_running_loop()
     give_up_s = loop.time() + PATIENCE_S
@@ -79,6 +112,6 @@ async def _ask_any(bus: Bus, subject: Subject[M, R], message: M, timeout_s: floa
         try:
             return await bus.ask(subject.any(), message, timeout_s=timeout_s)
         except BusError as error:
-            if error.code not in AGAIN or loop.time() + PAUSE_S > give_up_s:
+            if error.code not in AGAIN or loop.time() + PAUSE_S > give_up_s or is_over():
                 raise
         await asyncio.sleep(PAUSE_S)

@@ -72,7 +72,7 @@ class Entrypoint(Actor):
         self._spans: dict[str, Span] = {}
         self._strikes: dict[Owner, int] = {}
         self._repairing: set[str] = set()
-        self._encoding: dict[str, asyncio.Future[Any]] = {}
+        self._encoding: set[str] = set()
         self._vision_loss = asyncio.Event()
 
     def handlers(self) -> Mapping[Subject[Any, Any], Handler]:
@@ -200,18 +200,13 @@ class Entrypoint(Actor):
         wanted = request.to_encode()
         if not wanted or request.end is not None:
             return
-        encoding = self._encoding[request.id] = asyncio.ensure_future(
-            encode_images(self.bus, wanted, lambda: self._vision_loss)
-        )
+        self._encoding.add(request.id)
         try:
-            await asyncio.wait([encoding])
-            if encoding.cancelled():  # the request has ended
-                await self.bus.tell(subjects.CANCEL_VISION.all(), Cancel(request_id=request.id))
-            else:
-                request.were_encoded(encoding.result())
+            request.were_encoded(
+                await encode_images(self.bus, wanted, lambda: self._vision_loss, lambda: request.end is not None)
+            )
         finally:
-            encoding.cancel()
-            del self._encoding[request.id]
+            self._encoding.discard(request.id)
 
     async def _dispatch(self, request: Request, routed: Routed) -> bool:
         """Give the request to a replica. Whether it took it; raises BusError when none ever can."""
@@ -258,8 +253,8 @@ class Entrypoint(Actor):
     # Ending
 
     def _end(self, request: Request, end: End) -> None:
-        if (encoding := self._encoding.get(request.id)) is not None:
-            encoding.cancel()
+        if request.id in self._encoding:  # we do not know by whom
+            self.spawn(self.bus.tell(subjects.CANCEL_VISION.all(), Cancel(request_id=request.id)))
         if self.shard.finish(request, end, self.now_s()):
             self._outbox.add(request.submit.recipe, request.id, request.epoch, len(request.tokens), [], end)
             self._close_span(request)

@@ -44,7 +44,7 @@ class Request:
     heard_s: float
     prompt: bytes = b""
     encoded: list[ImageEncoded] = field(default_factory=list)
-    num_encodings: int = 0
+    lost: list[ImageEncoded] = field(default_factory=list)
     epoch: int = 0
     claimed_from: int = 0
     is_dispatching: bool = False
@@ -67,12 +67,12 @@ class Request:
     def were_encoded(self, encoded: list[ImageEncoded]) -> None:
         """Its images are there for prefill."""
         self.encoded = encoded
-        self.num_encodings += 1
 
     def were_lost(self) -> bool:
         """Prefill could not get them. True if they can be encoded again: once."""
-        self.encoded = []
-        return self.num_encodings == 1
+        is_first = not self.lost
+        self.lost, self.encoded = self.lost + self.encoded, []
+        return is_first
 
     def embeddings(self) -> list[ImageEmbeddings]:
         """For prefill: its encoded images and where they stand."""
@@ -84,7 +84,7 @@ class Request:
     def held(self) -> list[tuple[str, Handle]]:
         """All that vision replicas hold for it, as (replica, handle)."""
         pixels = [(image.vision, image.pixels) for image in self.submit.images]
-        return pixels + [(encoded.vision, encoded.embeddings) for encoded in self.encoded]
+        return pixels + [(encoded.vision, encoded.embeddings) for encoded in self.lost + self.encoded]
 
     def dispatch(self, replica: str, now_s: float) -> int:
         """A prefill replica is about to be given the request. The epoch it holds it under.
