@@ -63,8 +63,8 @@ class ImageRows:
 class EngineInfo:
     """What an engine is. `layout` names the format of exported state: engines with equal layouts understand each other.
 
-    `max_tokens` is the longest prompt plus output; `num_slots` how many requests it can hold;
-    `max_step_tokens` the most tokens one prefill step should be given.
+    `max_tokens` is the longest prompt plus output; `num_slots` how many requests it can hold, `capacity_tokens` of how
+    many tokens together; `max_step_tokens` the most tokens one prefill step should be given.
     """
 
     model: str
@@ -74,6 +74,7 @@ class EngineInfo:
     max_tokens: int
     num_slots: int
     max_step_tokens: int
+    capacity_tokens: int
 
 
 class StateError(ValueError):

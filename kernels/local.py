@@ -19,13 +19,15 @@ from kernels.batch import Batch
 from kernels.cache import StatePool
 from kernels.config import ModelConfig
 from kernels.engine import Admission, Chunk, EngineInfo, ImageRows, Sampling, StateError
+from kernels.kvlayout import BLOCK_TOKENS, KVLayout
+from kernels.kvpages import num_blocks_of
 from kernels.model import ComputeDtype, Model, load_model
 from kernels.requests import NONE, Request, Requests, check_images, check_restored
 from kernels.seal import seal, unseal
 from kernels.thread import ComputeThread
 from kernels.verify import verify
 
-_STATE_REVISION = 2  # of what export writes; raise it whenever that changes
+_STATE_REVISION = 3  # of what export writes; raise it whenever that changes
 
 
 @dataclass(slots=True)
@@ -60,24 +62,30 @@ class LocalEngine:
         num_threads: int = 1,
         compute_dtype: ComputeDtype = "fp32",
         drafts: bool = True,
+        kv_bytes: int = 1 << 30,
     ) -> None:
         """Reads only config.json and shoal.json; `start` loads the weights. Raises ConfigError.
 
         num_slots: requests held at once; max_step_tokens: the most tokens of one prefill step; num_threads: cores;
-        drafts: use the draft stages, where the checkpoint has them.
+        drafts: use the draft stages, where the checkpoint has them; kv_bytes: for compressed KV of all requests, but
+        never less than one of `max_tokens` needs, nor more than all of them need.
         """
         self._folder = Path(folder)
         self._compute_dtype: ComputeDtype = compute_dtype
         self._config = ModelConfig.from_folder(self._folder)
         self._drafts = drafts and self._config.num_nextn_predict_layers > 0
+        max_tokens = self._config.max_position_embeddings
+        longest, affordable = num_blocks_of(max_tokens), kv_bytes // max(KVLayout(self._config).block_bytes, 1)
+        self._num_blocks = min(max(affordable, longest), num_slots * longest)
         self._info = EngineInfo(
             model=_model_name(self._folder),
             layout=_layout(self._config, compute_dtype, self._drafts),
             vocab_size=self._config.vocab_size,
             eos_token=self._config.eos_token_id,
-            max_tokens=self._config.max_position_embeddings,
+            max_tokens=max_tokens,
             num_slots=num_slots,
             max_step_tokens=max_step_tokens,
+            capacity_tokens=self._num_blocks * BLOCK_TOKENS,
         )
         self._requests = Requests(_Request)
         self._thread = ComputeThread("engine", num_threads)
@@ -95,11 +103,16 @@ class LocalEngine:
     def admit(self, key: str, num_tokens: int, sampling: Sampling, *, bounded_prompt: int = 0) -> Admission:
         _, pool = self._loaded()
         admission = self._requests.admit(key, num_tokens, sampling, self._info, bounded_prompt)
-        if admission is Admission.OK:
-            slot = self._requests[key].slot = pool.alloc()
-            if bounded_prompt:
-                pool.plan_replay(slot, bounded_prompt)
-        return admission
+        if admission is not Admission.OK:
+            return admission
+        room = pool.admit(num_tokens)
+        if room is not Admission.OK:
+            self._requests.pop(key)
+            return room
+        slot = self._requests[key].slot = pool.alloc(num_tokens)
+        if bounded_prompt:
+            pool.plan_replay(slot, bounded_prompt)
+        return Admission.OK
 
     def attach(self, key: str, images: Sequence[ImageRows]) -> None:
         request = self._requests.to_attach(key)
@@ -162,9 +175,14 @@ class LocalEngine:
         model = load_model(self._folder, compute_dtype=self._compute_dtype)
         most_drafts = self._config.dspark_block_size if self._drafts else 0
         pool = StatePool(
-            self._config, self._info.num_slots, self._info.max_tokens, most_drafts, drafts=self._drafts
+            self._config,
+            self._info.num_slots,
+            self._info.max_tokens,
+            most_drafts,
+            drafts=self._drafts,
+            num_blocks=self._num_blocks,
         )
-        slot = pool.alloc()
+        slot = pool.alloc(1)
         model.logits(model.forward(Batch.last_rows([(slot, 0, [self._config.bos_token_id])]), pool))
         pool.free(slot)
         self._model, self._pool = model, pool

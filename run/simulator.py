@@ -131,5 +131,6 @@ def engine_for(card: ModelCard, vocab_size: int, cost: StepCost, num_slots: int 
         max_tokens=card.context_tokens,
         num_slots=num_slots,
         max_step_tokens=2048,
+        capacity_tokens=num_slots * card.context_tokens,
     )
     return TimedEngine(info, range(3, vocab_size - 64), cost, mean_output=64, most_accepted=6)

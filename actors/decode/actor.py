@@ -74,7 +74,7 @@ class Decode(Actor):
             num_waiting=len(self.slots) - len(self.slots.running()),
             num_tokens=self.slots.num_tokens,
             capacity_requests=info.num_slots,
-            capacity_tokens=info.num_slots * info.max_tokens,
+            capacity_tokens=info.capacity_tokens,
             reservations=[generation.offer.reservation for generation in self.slots],
             detail={"accepted_length": round(self._num_new / self._num_rows, 2)} if self._num_rows else {},
         )

@@ -91,7 +91,7 @@ class Prefill(Actor):
             num_waiting=sum(not job.is_admitted for job in self.batch),
             num_tokens=self.batch.num_tokens_left,
             capacity_requests=MAX_QUEUED,
-            capacity_tokens=self._engine.info.max_tokens * self._engine.info.num_slots,
+            capacity_tokens=self._engine.info.capacity_tokens,
             reservations=[job.dispatch.reservation for job in jobs],
             detail={"handing_over": float(len(self._leaving))},
         )

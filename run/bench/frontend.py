@@ -141,6 +141,7 @@ def free_engine(model: Path) -> TimedEngine:
         max_tokens=1 << 20,
         num_slots=256,
         max_step_tokens=1 << 16,
+        capacity_tokens=256 << 20,
     )
     return TimedEngine(info, words)
 

@@ -33,7 +33,8 @@ def info(**fields: Any) -> EngineInfo:
         "num_slots": 4,
         "max_step_tokens": 256,
     }
-    return EngineInfo(**{**defaults, **fields})
+    values = {**defaults, **fields}
+    return EngineInfo(capacity_tokens=values["num_slots"] * values["max_tokens"], **values)
 
 
 class Listener(Actor):

@@ -83,6 +83,25 @@ def test_a_used_slot_leaves_nothing_behind(run_async: Run) -> None:
     run_async(main())
 
 
+def test_blocks_limit_what_is_admitted_before_slots_do(run_async: Run) -> None:
+    async def main() -> None:
+        local = LocalEngine(TINY, num_slots=3, max_step_tokens=512, kv_bytes=0)
+        assert local.info.capacity_tokens == local.info.max_tokens
+        await local.start()
+        assert local.admit("half", 4096, GREEDY) is Admission.OK
+        assert local.admit("more", 4097, GREEDY) is Admission.LATER
+        assert local.admit("more", 8193, GREEDY) is Admission.NEVER
+        assert await generate(local, "small", tokens(30), 5)  # a refused request left nothing behind
+        assert local.admit("rest", 4096, GREEDY) is Admission.OK
+        assert local.admit("one", 1, GREEDY) is Admission.LATER
+        local.free("half")
+        assert local.admit("one", 4096, GREEDY) is Admission.OK
+        await local.close()
+
+    run_async(main())
+    assert engine(num_slots=2).info.capacity_tokens == 2 * 8192  # they are small: all slots can be full
+
+
 def test_the_same_seed_repeats_and_another_differs(run_async: Run) -> None:
     async def main() -> None:
         local = engine()
