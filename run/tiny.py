@@ -31,7 +31,7 @@ _EOS_GAIN = 1.5
 # Engram well above it, or the answers of an untrained model run in circles.
 _NORM_MEANS = {"attn_norm": 0.025, "ffn_norm": 0.2, "q_norm": 0.97, "kv_norm": 0.4, "k_norm": 0.5}
 _NORM_MEANS |= {"compressor.norm": 0.6}
-_SPREADS = {"engram.embed": 0.25, "markov_head.embed": 1.0, "embed": 0.12, "head": 0.3, "sink": 0.5, ".bias_vl": 0.05}
+_SPREADS = {"engram.embed": 0.25, "markov_head.embed": 1.0, "embed": 0.12, "head": 0.3, "sink": 0.5}
 _SPREADS |= {"image_start": 0.12, "image_end": 0.12, "image_newline": 0.12}
 _GAINS = {"wq_a": 1.6, "wq_b": 0.95, "wkv": 1.8, "wo_a": 1.6, "wo_b": 0.5, "gate": 2.9, "aligner.w2": 0.15}
 _GAINS |= {"w1": 1.5, "w2": 1.05, "w3": 1.5, "markov_head.head": 0.6}
