@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from kernels.ops.attention import Keys, KeySet, attend, sparse_attend
+from kernels.ops.attention import PICK_TILE, Keys, KeySet, Window, attend, picked, sliding, sparse_attend
+from kernels.ops.pack import Record, gather, pack
 from kernels.ops.rope import Rotation, frequencies, rotate_
 from kernels.ops.rounding import Rounding, keep, to_bf16
 from tests.kernels.conftest import golden
@@ -65,3 +66,34 @@ def test_named_rows_are_gathered_and_the_output_is_rotated_back(cut: int) -> Non
     turn = Rotation.at(torch.arange(len(q)), frequencies(32, 10000.0, None))
     got = sparse_attend(q, Keys(cache, named), Keys(cache, named[:, :0]), data["sink"], 64**-0.5, turn, keep)
     torch.testing.assert_close(rotate_(got, turn), data["o_fp32"], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("length", [1, 3, 40])
+def test_picked_rows_are_those_of_the_blocks(length: int) -> None:
+    """Few picks are unpacked one by one, many from whole blocks."""
+    generator = torch.Generator().manual_seed(length)
+    pages = pack(torch.randn(9 * 64, 32, generator=generator), Record.MAIN).view(9, 64, -1)
+    tables = torch.tensor([[3, 1, 7, 2], [8, 0, 5, 4]])
+    picks = torch.randint(-1, 256, (2 * length, 70), generator=generator)
+    sets = picked(pages, tables, picks)
+    assert not isinstance(sets, Keys | KeySet) and [len(one.keys[0]) for one in sets] == [PICK_TILE, 6]
+    keys, bias = torch.cat([one.keys for one in sets], 1), torch.cat([one.bias for one in sets], 1)
+    values = gather(pages.flatten(0, 1), torch.arange(9 * 64), Record.MAIN).view(9, 64, 32)
+    for row in range(2 * length):
+        for place in range(0, 70, 23):
+            pick = int(picks[row, place])
+            assert float(bias[row, place]) == (0.0 if pick >= 0 else -torch.inf)
+            if pick >= 0:
+                assert torch.equal(keys[row, place], values[tables[row // length, pick // 64], pick % 64])
+    assert picked(pages, tables, picks[:, :0]) == ()
+
+
+def test_windows_slide_over_a_run() -> None:
+    run = torch.arange(2.0 * 6).view(2, 6, 1).expand(-1, -1, 2).contiguous()  # two segments: 3 rows before, 3 new ones
+    window = Window(2, 4, torch.tensor([0, 1, 2, 3, 0, 0]))
+    keys = sliding(run, window)
+    assert isinstance(keys, KeySet)
+    assert keys.keys[:, :, 0].tolist() == [[*range(start, start + 4)] for start in (0, 1, 2, 6, 7, 8)]
+    assert (keys.bias == -torch.inf).sum(1).tolist() == [0, 1, 2, 3, 0, 0]
+    named = torch.where(keys.bias == 0, keys.keys[:, :, 0].long(), -1)
+    assert torch.equal(window.named, named)

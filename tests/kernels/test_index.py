@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from kernels.ops import index
+from kernels.ops.pack import Record, gather, pack
 from kernels.ops.rounding import keep
 from tests.kernels.conftest import golden
 
@@ -51,3 +52,26 @@ def test_scores_of_a_row_do_not_depend_on_the_others(heads: int, num_threads: in
     for row in range(20):
         only = slice(row, row + 1)
         assert torch.equal(index.scores(q[only], weights[only], keys[only], keep), want[only])
+
+
+@pytest.mark.parametrize("per_block", [64, 128])
+@pytest.mark.parametrize("requests", [1, 2, 6])
+def test_cached_keys_are_scored_where_they_are_visible(per_block: int, requests: int) -> None:
+    generator = torch.Generator().manual_seed(requests)
+    rows, blocks = 6, 384 // per_block
+    keys = torch.randn(20 * per_block, 32, generator=generator)
+    pages = pack(keys, Record.INDEX).view(20, per_block, -1)
+    tables = torch.randint(0, 20, (requests, blocks), generator=generator)
+    q, weights = torch.randn(rows, 3, 32, generator=generator), torch.randn(rows, 3, generator=generator)
+    visible = torch.tensor([0, 1, 128, 129, 200, 380]) if requests == 1 else torch.tensor([380, 0, 1, 128, 384, 5])
+    mask = torch.rand(rows, 384, generator=generator) < 0.5
+    cache = index.Cache(pages, tables)
+    values = gather(pages.flatten(0, 1), torch.arange(20 * per_block), Record.INDEX).view(20, per_block, 32)
+    own = values[tables.repeat_interleave(rows // requests, 0)].flatten(1, 2)
+    want = torch.einsum("th,thj->tj", weights, torch.einsum("thd,tjd->thj", q, own).relu())
+    for candidates in (None, mask):
+        got = index.cached_scores(q, weights, cache, visible, candidates, keep)
+        seen = torch.arange(384) < visible.unsqueeze(1)
+        seen = seen if candidates is None else seen & candidates
+        assert bool((got[~seen] == -torch.inf).all())
+        torch.testing.assert_close(got[seen], want[seen])
