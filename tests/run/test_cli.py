@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.actors.edge import make_card
+
 COMMANDS = ["", "up", "node", "health", "status", "chat", "checkpoint", "checkpoint make", "bench", "bench bus"]
 
 
@@ -51,6 +53,13 @@ def test_mistakes_are_one_line(arguments: list[str], environment: dict[str, str]
     assert done.returncode == 2
     assert error in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_vision_node_of_a_text_only_checkpoint_has_nothing_to_do(tmp_path: Path) -> None:
+    make_card(tmp_path / "model")
+    done = shoal("node", "vision/-", folder=tmp_path, SHOAL_MODEL=str(tmp_path / "model"))
+    assert done.returncode == 0
+    assert "no vision tower: nothing to do for vision/-" in done.stderr
 
 
 def test_a_broker_that_is_not_there_is_said(tmp_path: Path) -> None:

@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from run.cluster import DEFAULT_CLUSTER, ClusterError, Member, ProcessSpec, num_cores, read_cluster
+from run.build import serving
+from run.cluster import DEFAULT_CLUSTER, ClusterError, Member, ProcessSpec, num_cores, read_cluster, without_vision
+from run.settings import Settings, SettingsError
 from schemas.message import Role
+from tests.actors.edge import IMAGE_TOKEN, make_card
 
 GOOD = """
 [[process]]
@@ -78,3 +81,21 @@ def test_a_missing_file_says_what_to_copy(tmp_path: Path) -> None:
 def test_members_are_written_as_role_and_id() -> None:
     assert Member.parse("prefill-balancer/pb0") == (Role.PREFILL_BALANCER, "pb0")
     assert str(Member(Role.DECODE, "d1")) == "decode/d1"
+
+
+def test_without_a_vision_tower_nobody_looks(tmp_path: Path) -> None:
+    specs = (*read_cluster(DEFAULT_CLUSTER), ProcessSpec("eyes", (Member(Role.VISION, "v1"),), num_threads=1))
+    make_card(tmp_path)
+    settings = Settings.from_environment({"SHOAL_MODEL": str(tmp_path)})
+    kept = serving(specs, settings)
+    assert [spec.name for spec in kept] == ["decode", "prefill", "front"]
+    assert {member.role for spec in kept for member in spec.members} == set(Role) - {Role.VISION}
+    make_card(tmp_path, image_token=IMAGE_TOKEN)
+    assert serving(specs, settings) == specs
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(SettingsError, match=r"SHOAL_MODEL: .*config\.json"):
+        serving(specs, settings)
+
+
+def test_a_cluster_needs_no_vision(tmp_path: Path) -> None:
+    assert read(tmp_path, GOOD) == without_vision(read(tmp_path, GOOD))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from nats.aio.client import Client
 
+from schemas.message import Role
 from tests.stack.conftest import System
 
 pytestmark = pytest.mark.stack
@@ -98,9 +99,8 @@ def test_every_actor_is_listed_as_a_service(stack: System) -> None:
 
             await client.subscribe(inbox, cb=on_pong)
             await client.publish("$SRV.PING", b"", reply=inbox)
-            roles = ("gateway", "recipe", "entrypoint", "prefill-balancer", "decode-balancer", "prefill", "decode")
             async with asyncio.timeout(10):
-                while not {f"shoal-{role}" for role in roles} <= names:
+                while not {f"shoal-{role}" for role in Role} <= names:
                     await asyncio.sleep(0.01)
             info = await client.request("$SRV.INFO.shoal-decode", b"", timeout=5)
             assert json.loads(info.data)["metadata"]["id"] == "d0"
