@@ -27,8 +27,8 @@ def main(folder: Path) -> int:
                 check_vision(report, model, dtype)
             if not (model / "logits_fp32.safetensors").exists():
                 continue
-            check_parts(report, model, dtype)  # type: ignore[arg-type]
-            check_backbone(report, model, dtype)  # type: ignore[arg-type]
+            check_parts(report, model, dtype)
+            check_backbone(report, model, dtype)
     for line in report.lines():
         print(line)
     print(f"{len(report.checks)} checks, {report.num_failed} failed")

@@ -1,0 +1,42 @@
+"""The table of golden checks passes on the part of the set that is here, and can fail."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.draft import Drafter
+from tests.kernels.conftest import GOLDEN
+from tests.oracle.parts import check_parts
+from tests.oracle.report import Report
+
+
+@pytest.mark.oracle
+def test_drafts_and_replays_pass_and_a_wrong_stage_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = Report()
+    check_parts(report, GOLDEN / "mini", "fp32")
+    assert report.num_failed == 0 and len(report.checks) > 15, list(report.lines())
+    observe = Drafter.observe
+
+    def shifted(self: Drafter, taps: list[torch.Tensor], *rest: object) -> None:
+        observe(self, [tap.roll(1, 1) for tap in taps], *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Drafter, "observe", shifted)
+    report = Report()
+    check_parts(report, GOLDEN / "mini", "fp32")
+    assert report.num_failed > 3
+
+
+def test_every_kind_of_check_can_fail() -> None:
+    report = Report()
+    value, other = torch.arange(6.0).view(2, 3), torch.arange(6.0).view(2, 3) + 1
+    picks, swapped, scores = torch.tensor([[0, 2]]), torch.tensor([[1, 2]]), torch.tensor([[0.5, 0.7, 0.9]])
+    for got in (value, other):
+        report.close("close", got, value, 0.1)
+        report.equal("equal", got, value)
+        report.rms("rms", got, value, 0.01)
+        report.caches("caches", got, value)
+    report.picks("picks", picks, picks, scores, 0.1)
+    report.picks("picks", swapped, picks, scores, 0.1)
+    assert [check.passed for check in report.checks] == [True] * 4 + [False] * 4 + [True, False]
+    assert report.num_failed == 5 and "FAIL" in "\n".join(report.lines())
