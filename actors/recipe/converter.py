@@ -85,6 +85,7 @@ class Prepared:
             "gen_ai.request.seed": self.sampling.seed,
             "gen_ai.request.stream": self.is_stream,
             "gen_ai.usage.input_tokens": self.num_prompt_tokens,
+            "shoal.request.num_images": len(self.images),
         }
 
 
@@ -180,7 +181,7 @@ class Converter:
             **{"id": name, "object": "model", "created": self.card.created_s, "owned_by": "shoal"},
             **{"type": "model", "display_name": self.card.name, "created_at": created},
             **{"max_input_tokens": self.card.context_tokens, "max_tokens": self.card.context_tokens},
-            "capabilities": {"image_input": {"supported": self.card.has_vision}},
+            "capabilities": self.card.capabilities,
         }
 
     def _convert(self, protocol: Protocol, normal: Normal) -> tuple[Any, Any, Any]:

@@ -12,6 +12,7 @@ import numpy as np
 from msgspec import structs
 from opentelemetry import trace
 
+from actors.vision.held import Held
 from actors.vision.images import ImageError, Prepared, prepare
 from actors.vision.queue import Job, Queue
 from bus.actor import Actor, Envelope, Handler
@@ -57,6 +58,7 @@ class Vision(Actor):
         self._encoder = encoder
         self._config = config
         self._queue = Queue()
+        self._held = Held()
         self._envelopes: dict[Job, Envelope] = {}
         self._num_resolving = 0
         self._decoding = asyncio.Semaphore(NUM_DECODING)
@@ -83,7 +85,7 @@ class Vision(Actor):
             super().load(),
             num_running=self._num_resolving,
             num_waiting=len(self._queue),
-            detail={"num_patches": float(num_patches)},
+            detail={"num_patches": float(num_patches), "held_bytes": float(self._held.num_bytes)},
         )
 
     # From the recipe
@@ -145,6 +147,7 @@ class Vision(Actor):
         return CancelAcknowledged(request_id=cancel.request_id, was_running=bool(cancelled))
 
     async def _on_release(self, release: ReleaseImage, envelope: Envelope) -> None:
+        self._held.remove(release.held.key)
         self._bulk.withdraw(release.held)
 
     # Encoding
@@ -185,7 +188,12 @@ class Vision(Actor):
 
     async def _hold(self, data: bytes) -> Handle:
         """On offer to whoever needs it, under a lease. Raises `BusError(overloaded)`."""
-        return self._bulk.offer(data, lease_s=LEASE_S, checksum=await self._bulk.checksum(data), is_shared=True)
+        if not self._held.has_room(len(data), self.now_s()):
+            raise fail(Code.OVERLOADED, f"vision {self.id} holds {self._held.num_bytes} bytes for others: retry later")
+        checksum = await self._bulk.checksum(data)
+        handle = self._bulk.offer(data, lease_s=LEASE_S, checksum=checksum, is_shared=True)
+        self._held.add(handle.key, len(data), self.now_s() + LEASE_S)
+        return handle
 
     async def _answer(self, envelope: Envelope, work: Coroutine[Any, Any, Message]) -> None:
         """What the work gives, or why it gives nothing. A fault of ours with one image does not end the others."""

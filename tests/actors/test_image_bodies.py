@@ -7,6 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from anthropic.types.model_capabilities import ModelCapabilities
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from actors.recipe.card import CardError, ModelCard
 from actors.recipe.converter import Converter, Draft, Prepared
@@ -257,8 +260,36 @@ def test_another_spelling_of_the_image_token_is_as_good(sighted: ModelCard, tmp_
 
 def test_the_models_say_whether_they_see(eyes: Converter, converter: Converter) -> None:
     for sees, those in ((True, eyes), (False, converter)):
-        [model, _] = json.loads(those.models(b""))["data"]
-        assert model["capabilities"] == {"image_input": {"supported": sees}}
+        model = json.loads(those.models(b'{"model": "tiny"}'))
+        capabilities = ModelCapabilities.model_validate(model["capabilities"])
+        assert capabilities.image_input.supported is sees
+        assert capabilities.thinking.types.enabled.supported and not capabilities.batch.supported
+
+
+urls = st.sampled_from([data_url(RED), "data:image/png;base64,", "https://x.org/y.png"])
+odd = st.none() | st.integers() | st.text(max_size=8) | urls | st.sampled_from([{}, []])
+names = st.sampled_from(["type", "url", "detail", "data", "media_type", "file_id", "text", "image_url", "source"])
+words = st.sampled_from(["base64", "url", "file", "image/png", in_base64(RED)])
+values = st.dictionaries(names, odd | words, max_size=4) | st.builds(lambda url: {"url": url}, urls)
+kinds = st.sampled_from(["image_url", "input_image", "image", "text", "input_text", "tool_result"])
+blocks = st.builds(
+    lambda kind, fields: {"type": kind, **fields},
+    kinds,
+    st.dictionaries(names.filter(lambda name: name != "type"), odd | values, max_size=3),
+)
+
+
+@given(some=st.lists(blocks, max_size=3), protocol=st.sampled_from(GENERATING))
+@settings(max_examples=150, deadline=None)
+def test_any_block_is_taken_or_refused(eyes: Converter, some: list[Any], protocol: Protocol) -> None:
+    name = "input" if protocol is RESPONSES else "messages"
+    turns = [{"role": "user", "content": some}, {"role": "user", "content": "x"}]
+    try:
+        draft = read(eyes, protocol, {"model": "tiny", name: turns})
+    except Refusal as refusal:
+        assert refusal.failure.code in (Code.BAD_REQUEST, Code.UNSUPPORTED)
+        return
+    assert list(draft.tokens).count(IMAGE_TOKEN) == len(draft.images)
 
 
 # exact
@@ -266,8 +297,8 @@ def test_the_models_say_whether_they_see(eyes: Converter, converter: Converter) 
 
 @pytest.mark.parametrize("protocol", GENERATING)
 def test_exact_travels_and_is_false_where_nothing_is_said(converter: Converter, protocol: Protocol) -> None:
-    for given, expected in (({}, False), ({"exact": None}, False), ({"exact": False}, False), ({"exact": True}, True)):
-        prepared = converter.finish(read(converter, protocol, body_of(protocol, "x", **given)), [], 7)
+    for fields, expected in (({}, False), ({"exact": None}, False), ({"exact": False}, False), ({"exact": True}, True)):
+        prepared = converter.finish(read(converter, protocol, body_of(protocol, "x", **fields)), [], 7)
         assert prepared.exact is expected
     for wrong in (1, 0, "true", [], {}):
         failure = refused(converter, protocol, body_of(protocol, "x", exact=wrong))

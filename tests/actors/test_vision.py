@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from actors.vision import actor as vision_actor
-from actors.vision import queue
+from actors.vision import held, queue
 from actors.vision.actor import Vision
+from actors.vision.held import Held
 from actors.vision.queue import Job, Queue
 from bus.actor import Actor
 from bus.bulk import MemoryBulk, MemoryHub
@@ -252,6 +253,30 @@ def test_a_full_queue_and_a_draining_replica_refuse(run_async: Run, monkeypatch:
             assert (await fails(system.encode(image))).code is Code.SHUTTING_DOWN
 
     run_async(main())
+
+
+def test_what_is_held_for_others_is_bounded(run_async: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with sight() as system:
+            image = await system.resolve(picture())
+            monkeypatch.setattr(held, "MAX_HELD_BYTES", image.pixels.size_bytes + 10)
+            assert (await fails(system.resolve(picture()))).code is Code.OVERLOADED
+            assert (await fails(system.encode(image))).code is Code.OVERLOADED
+            assert system.vision.load().detail["held_bytes"] == image.pixels.size_bytes
+            await system.bus.tell(RELEASE_IMAGE.at("v0"), ReleaseImage(held=image.pixels))
+            await until(lambda: system.held.num_offers == 0)
+            assert system.vision.load().detail["held_bytes"] == 0
+            await system.resolve(picture())
+
+    run_async(main())
+
+
+def test_what_has_expired_is_not_counted() -> None:
+    room = Held()
+    room.add("a", held.MAX_HELD_BYTES, until_s=5.0)
+    assert not room.has_room(1, now_s=4.0)
+    room.remove("b")
+    assert room.has_room(1, now_s=5.0) and room.num_bytes == 0
 
 
 # The queue

@@ -32,7 +32,7 @@ def internal_url(system: System) -> str:
 async def counts(bus: Bus) -> dict[str, int]:
     """Requests each actor holds, by role; an actor that is missing counts as one."""
     reports = {report.role: report for report in await collect_loads(bus, wait_s=0.2)}
-    roles = (Role.RECIPE, Role.ENTRYPOINT, Role.PREFILL, Role.DECODE, Role.PREFILL_BALANCER, Role.DECODE_BALANCER)
+    roles = [role for role in Role if role is not Role.GATEWAY]
     return {role: reports[role].num_running + reports[role].num_waiting if role in reports else 1 for role in roles}
 
 
