@@ -51,6 +51,7 @@ def assert_rings(pool: StatePool, slot: int, data: dict[str, torch.Tensor], name
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("prompt", ["p02", "p05"])
+@pytest.mark.usefixtures("sums")
 def test_golden_drafts(mini: Model, drafting: StatePool, prompt: str) -> None:
     """The whole way: prompt, decoding, taps, windows, drafts. p05 wraps around the ring."""
     assert mini.drafter is not None
@@ -76,6 +77,7 @@ def test_golden_drafts(mini: Model, drafting: StatePool, prompt: str) -> None:
 
 @pytest.mark.oracle
 @pytest.mark.parametrize(("folder", "dtype"), [("mini", "bf16"), ("mini-quant", "fp32")])
+@pytest.mark.usefixtures("sums")
 def test_golden_drafts_from_golden_taps(mini_bf16: Model, folder: str, dtype: str) -> None:
     """BF16 rounding, and FP8 and FP4 weights; the taps are given, so that no difference of the backbone comes in."""
     path = GOLDEN / folder
@@ -97,7 +99,7 @@ def test_golden_drafts_from_golden_taps(mini_bf16: Model, folder: str, dtype: st
         following, *proposed = data["output_ids"][number].tolist()
         got = drafter.draft([(slot, following)], [GREEDY], pool)
         assert got.tokens[0].tolist() == proposed
-        atol = 2e-5 if dtype == "fp32" else 0.05
+        atol = 2e-5 if dtype == "fp32" else 0.1
         torch.testing.assert_close(got.logits[0], data["draft_logits"][number].float(), rtol=0, atol=atol)
         torch.testing.assert_close(got.confidence[0], data["confidence"][number].float(), rtol=0, atol=atol)
     assert_rings(pool, slot, data, "ring_after_steps.{}")
@@ -105,6 +107,7 @@ def test_golden_drafts_from_golden_taps(mini_bf16: Model, folder: str, dtype: st
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("case", ["hit64_p08", "hit33_p10"])
+@pytest.mark.usefixtures("sums")
 def test_replay_seeds_the_windows(mini: Model, drafting: StatePool, case: str) -> None:
     data = golden("mini/replay_derived_fp32")
     tokens = data[f"{case}.prompt"].tolist()

@@ -44,6 +44,7 @@ def begin(model: Model, pool: StatePool, tokens: list[int], hit: int = 0) -> int
 @pytest.mark.parametrize(
     "case", ["dec_short", "dec_mid", "dec_long", "hit20_p06", "hit64_p08", "hit50_p09", "hit33_p10"]
 )
+@pytest.mark.usefixtures("sums")
 def test_golden_replays(mini: Model, pool: StatePool, case: str) -> None:
     data = {name.removeprefix(f"{case}."): value for name, value in golden("mini/replay_derived_fp32").items()}
     tokens = data["prompt"].tolist()
