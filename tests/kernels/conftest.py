@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from kernels.cache import StatePool
 from kernels.model import Model, load_model
-from tests.oracle.sums import exact_sums
 from kernels.ops.pack import Record, gather
+from tests.oracle.sums import exact_sums
 
 GOLDEN = Path(__file__).parent.parent / "data" / "oracle"
 
@@ -59,6 +59,6 @@ def pool(mini: Model) -> StatePool:
 
 @pytest.fixture
 def sums() -> Iterator[None]:
-    """Golden runs of many tokens need them: in FP32 a value at a rounding boundary falls on either side, by processor."""
+    """Golden runs of many tokens: in FP32 a value at a rounding boundary falls on either side, by processor."""
     with exact_sums():
         yield

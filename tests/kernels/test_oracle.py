@@ -57,7 +57,7 @@ def errors_of_every_prompt(model: Model, pool: StatePool) -> list[float]:
 def test_logits_of_every_prompt(mini: Model, pool: StatePool) -> None:
     errors = errors_of_every_prompt(mini, pool)
     assert max(errors) <= 2e-3, errors
-    assert sum(error <= 2e-5 for error in errors) >= 9, errors
+    assert sum(error <= 2e-5 for error in errors) >= 8, errors
 
 
 def test_logits_with_the_sums_of_this_processor(mini: Model, pool: StatePool) -> None:
