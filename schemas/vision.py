@@ -7,10 +7,14 @@ from schemas.message import Message
 
 
 class ResolveImage(Message, frozen=True):
-    """Recipe → any vision replica: what is this file, as a model input? `image` is the file as the client sent it."""
+    """Recipe → any vision replica: what is this file, as a model input? `image` is the file as the client sent it.
+
+    `deadline_ns` is unix time, 0 for none.
+    """
 
     image: Payload
     tenant: str
+    deadline_ns: int = 0
 
 
 class ImageResolved(Message, frozen=True):

@@ -173,7 +173,7 @@ class Recipe(PublicActor):
     async def _resolve(self, draft: Draft, call: Call) -> list[ImageResolved]:
         """What its images are. Raises Refusal; then none of them is held for us."""
         files = [source.data for source in draft.images]
-        found = await resolve_images(self.bus, self._bulk, files, call.tenant)
+        found = await resolve_images(self.bus, self._bulk, files, call.tenant, call.deadline_ns)
         images = [image for image in found if isinstance(image, ImageResolved)]
         for source, failure in zip(draft.images, found, strict=True):
             if isinstance(failure, Failure):

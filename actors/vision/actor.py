@@ -104,6 +104,8 @@ class Vision(Actor):
 
     async def _resolved(self, wanted: ResolveImage) -> ImageResolved:
         async with self._decoding:
+            if 0 < wanted.deadline_ns < self.bus.seams.clock_ns():
+                raise fail(Code.DEADLINE_EXCEEDED, "nobody waits for it any more")
             data = await self._bulk.unwrap(wanted.image, timeout_s=PULL_S)
             try:
                 prepared: Prepared = await self.bus.seams.run_beside(partial(prepare, data, self._config))
@@ -157,7 +159,7 @@ class Vision(Actor):
         while True:
             await self._has_work.wait()
             for job in self._queue.expire(self.bus.seams.clock_ns()):
-                await self._leave(job, Failure(code=Code.DEADLINE_EXCEEDED, message="its deadline has passed"))
+                await self._leave(job, Failure(code=Code.DEADLINE_EXCEEDED, message="nobody waits for it any more"))
             job_or_none = self._queue.next()
             if job_or_none is None:
                 self._has_work.clear()

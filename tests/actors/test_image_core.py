@@ -216,6 +216,31 @@ def test_images_lost_with_their_replica_are_a_typed_end(run_async: Run) -> None:
     run_async(main())
 
 
+def test_lost_questions_are_asked_again(run_async: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bus_images, "TRY_S", 0.2)
+
+    async def main() -> None:
+        async with sighted(1) as eyes:
+            wire, lost = eyes.core.wires["entrypoint/e0"], list[str]()
+            publish = wire.publish
+
+            async def lossy(subject: str, body: bytes, **rest: Any) -> None:
+                if subject.endswith(".encode") and len(lost) < 2:
+                    lost.append(subject)
+                else:
+                    await publish(subject, body, **rest)
+
+            wire.publish = lossy  # type: ignore[method-assign]
+            assert (await eyes.core.finish(await eyes.submit(picture())))[1] == LENGTH
+            lost.clear()
+            monkeypatch.setattr(bus_images, "TRIES", 2)
+            _, end = await eyes.core.finish(await eyes.submit(picture(), request_id="r2"))
+            assert isinstance(end, Failed) and end.failure.code is Code.DEADLINE_EXCEEDED
+            assert await quiet(eyes.core) == {}
+
+    run_async(main())
+
+
 def test_an_encoder_that_fails_is_a_typed_end(run_async: Run) -> None:
     async def main() -> None:
         async with sighted(1) as eyes:

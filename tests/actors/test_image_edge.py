@@ -165,23 +165,21 @@ BAD: dict[str, Callable[[Protocol], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
-def test_bad_images_are_a_400_that_names_the_field(
-    run_async: Run, sighted: ModelCard, bad: Callable[[Protocol], dict[str, Any]]
-) -> None:
+def test_bad_images_are_a_400_that_names_the_field(run_async: Run, sighted: ModelCard) -> None:
     async def main() -> None:
         async with sight(sighted) as system, sdks(system.edge) as (one, other):
-            with pytest.raises(openai.BadRequestError) as caught:
-                await chat(one, "x", RED, bad(CHAT))
-            assert caught.value.param == "messages[0].content[2].image_url"
-            assert caught.value.code == "bad_request"
-            with pytest.raises(openai.BadRequestError) as caught:
-                await one.responses.create(**body_of(Protocol.RESPONSES, "x", bad(Protocol.RESPONSES)))
-            assert caught.value.param == "input[0].content[1].image_url"
-            body = body_of(MESSAGES, RED, "x", bad(MESSAGES))
-            for asking in (other.messages.create(**body, max_tokens=5), other.messages.count_tokens(**body)):
-                with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\]\.content\[2\]\.source"):
-                    await asking
+            for bad in BAD.values():
+                with pytest.raises(openai.BadRequestError) as caught:
+                    await chat(one, "x", RED, bad(CHAT))
+                assert caught.value.param == "messages[0].content[2].image_url"
+                assert caught.value.code == "bad_request"
+                with pytest.raises(openai.BadRequestError) as caught:
+                    await one.responses.create(**body_of(Protocol.RESPONSES, "x", bad(Protocol.RESPONSES)))
+                assert caught.value.param == "input[0].content[1].image_url"
+                body = body_of(MESSAGES, RED, "x", bad(MESSAGES))
+                for asking in (other.messages.create(**body, max_tokens=5), other.messages.count_tokens(**body)):
+                    with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\]\.content\[2\]\.source"):
+                        await asking
             await system.until_free()  # of the good ones, too, nothing is held
             assert len(system.edge.recipe._open) == 0 and system.edge.recipe._intake.num_calls == 0
 
@@ -214,6 +212,12 @@ def test_without_a_vision_replica_the_answer_is_typed(
             assert (caught.value.status_code, caught.value.code) == (503, "no_replica")
             with pytest.raises(anthropic.InternalServerError, match="vision"):
                 await other.messages.count_tokens(**body_of(MESSAGES, RED))
+            monkeypatch.setattr(bus_images, "PATIENCE_S", 60.0)
+            client = await system.client()
+            deadline = {"Shoal-Deadline-Ns": str(system.recipe.bus.seams.clock_ns() + 10**8)}
+            await client.send(CHAT, body_of(CHAT, RED), deadline)
+            [answer] = await client.all()
+            assert answer["error"]["code"] == "no_replica"
             assert (await chat(one, "text goes on"))[0] == "Hello there!"
 
     run_async(main())

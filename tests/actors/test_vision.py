@@ -236,6 +236,9 @@ def test_what_nobody_waits_for_is_not_encoded(run_async: Run) -> None:
             failure = await fails(system.encode(image, deadline_ns=system.bus.seams.clock_ns() - 1))
             assert failure.code is Code.DEADLINE_EXCEEDED
             assert system.encoder.encoded == []
+            late = ResolveImage(image=Payload(inline=picture()), tenant="t", deadline_ns=1)
+            failure = await fails(system.bus.ask(RESOLVE_IMAGE.any(), late, timeout_s=TIMEOUT_S))
+            assert failure.code is Code.DEADLINE_EXCEEDED
 
     run_async(main())
 
