@@ -12,7 +12,7 @@ from kernels.config import LayerRole, ModelConfig
 from kernels.indexer import Indexer
 from kernels.layout import Group
 from kernels.ops.attention import sliding, sparse_attend
-from kernels.ops.linear import grouped_linear
+from kernels.ops.linear import by_columns, grouped_linear
 from kernels.ops.quant import fp8_qdq
 from kernels.ops.rope import Rotation, rotate_
 from kernels.ops.rounding import Rounding, rms_norm
@@ -46,7 +46,7 @@ class Attention:
         group_dim = heads * c.head_dim // c.o_groups
         # The published code turns a quantised wo_a back into BF16 and leaves its input alone.
         wo_a = checkpoint.matrix(f"{name}.wo_a", c.o_groups * c.o_lora_rank, group_dim).values
-        self.wo_a = wo_a.view(c.o_groups, c.o_lora_rank, group_dim)
+        self.wo_a = by_columns(wo_a.view(c.o_groups, c.o_lora_rank, group_dim))
         self.wo_b = Projection(checkpoint.matrix(f"{name}.wo_b", c.hidden_size, c.o_groups * c.o_lora_rank))
 
     def project(self, x: torch.Tensor, step: Step) -> Sequence[torch.Tensor]:

@@ -10,6 +10,7 @@ from kernels.attention import Attention
 from kernels.checkpoint import Checkpoint
 from kernels.config import LayerRole, ModelConfig
 from kernels.moe import MoE
+from kernels.ops.linear import by_columns
 from kernels.ops.mix import Mix, MixWeights, collapse_norm, expand, mix
 from kernels.ops.rounding import Rounding
 from kernels.step import Step
@@ -37,7 +38,7 @@ class Block:
             columns = (2 + num) * num
             scale = checkpoint.tensor(f"{name}.hc_{part}_scale", 3)
             return MixWeights(
-                checkpoint.tensor(f"{name}.hc_{part}_fn", columns, num * dim),
+                by_columns(checkpoint.tensor(f"{name}.hc_{part}_fn", columns, num * dim)),
                 checkpoint.tensor(f"{name}.hc_{part}_base", columns),
                 scale.repeat_interleave(torch.tensor([num, num, num * num])),
             )

@@ -8,7 +8,7 @@ from kernels.checkpoint import Checkpoint, Weight
 from kernels.config import LayerRole, ModelConfig
 from kernels.layout import Emission
 from kernels.ops.compress import pool_norm
-from kernels.ops.linear import linear
+from kernels.ops.linear import by_columns, linear
 from kernels.ops.pack import Record, pack
 from kernels.ops.rope import Rotation, frequencies, rotate_
 from kernels.ops.rounding import Rounding, rms_norm
@@ -26,7 +26,7 @@ class Compressor:
             parts.append(checkpoint.tensor(f"{name}.compressor.wgate.weight", c.head_dim, c.hidden_size))
         self.projection = Weight(torch.cat(parts), quantized=False)
         self.norm = checkpoint.tensor(f"{name}.compressor.norm.weight", c.head_dim)
-        self.wk = checkpoint.tensor(f"{name}.indexer.wk.weight", c.index_head_dim, c.head_dim)
+        self.wk = by_columns(checkpoint.tensor(f"{name}.indexer.wk.weight", c.index_head_dim, c.head_dim))
         self.k_norm = checkpoint.tensor(f"{name}.indexer.k_norm.weight", c.index_head_dim)
         self.freqs = frequencies(c.qk_rope_head_dim, c.compress_rope_theta, c.rope_scaling)
 

@@ -16,7 +16,7 @@ from kernels.config import ModelConfig
 from kernels.engine import Sampling
 from kernels.layout import Layout
 from kernels.ops.attention import KeySet, sparse_attend
-from kernels.ops.linear import linear
+from kernels.ops.linear import by_columns, linear
 from kernels.ops.mix import collapse
 from kernels.ops.quant import fp8_qdq
 from kernels.ops.rope import Rotation, frequencies, rotate_
@@ -81,7 +81,9 @@ class Drafter:
             self.stages.append(Block(c, role, checkpoint, rounding, self.attentions[-1]))
         self.norm = checkpoint.tensor(f"{last}.norm.weight", dim)
         self.markov_embed = checkpoint.tensor(f"{last}.markov_head.embed.weight", c.vocab_size, rank)
-        self.markov_head = checkpoint.tensor(f"{last}.markov_head.head.weight", c.vocab_size, rank)
+        self.markov_head = by_columns(
+            checkpoint.tensor(f"{last}.markov_head.head.weight", c.vocab_size, rank)
+        )
         self.confidence = checkpoint.tensor(f"{last}.confidence_head.proj.weight", 1, dim + rank)
         self.freqs = frequencies(c.qk_rope_head_dim, c.rope_theta, None)
 

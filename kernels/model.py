@@ -18,7 +18,7 @@ from kernels.draft import Drafter
 from kernels.engram import Engram
 from kernels.layout import Layout, check
 from kernels.ops.engram import hash_tables
-from kernels.ops.linear import linear
+from kernels.ops.linear import by_columns, linear
 from kernels.ops.mix import collapse, mean_stream
 from kernels.ops.rope import Rotation, frequencies
 from kernels.ops.rounding import keep, rms_norm, to_bf16
@@ -49,7 +49,7 @@ class Model:
             self.token_map = token_map._replace(ids=ids)
         self.embed = checkpoint.tensor("embed.weight", c.vocab_size, c.hidden_size)
         self.norm = checkpoint.tensor("norm.weight", c.hidden_size)
-        self.head = checkpoint.tensor("head.weight", c.vocab_size, c.hidden_size)
+        self.head = by_columns(checkpoint.tensor("head.weight", c.vocab_size, c.hidden_size))
         self.blocks = [
             Block(c, role, checkpoint, self.round, Attention(c, role, checkpoint, self.round)) for role in c.layers
         ]

@@ -7,6 +7,7 @@ import torch
 from kernels.checkpoint import Checkpoint, Weight
 from kernels.config import LayerRole, ModelConfig
 from kernels.ops.experts import activate, route, run_experts
+from kernels.ops.linear import by_columns
 from kernels.ops.quant import fp8_qdq
 from kernels.ops.rounding import Rounding, keep
 from kernels.projection import Projection
@@ -27,7 +28,7 @@ class MoE:
         routed = [f"{name}.experts.{expert}" for expert in range(role.num_experts)]
         up = checkpoint.experts(routed, ("w1", "w3"), c.moe_intermediate_size, c.hidden_size)
         down = checkpoint.experts(routed, ("w2",), c.hidden_size, c.moe_intermediate_size)
-        self.w13, self.w2 = up.values, down.values
+        self.w13, self.w2 = by_columns(up.values), by_columns(down.values)
         self.quantize = fp8_qdq if up.quantized else keep
         shared = checkpoint.experts([f"{name}.shared_experts"], ("w1", "w3"), c.moe_intermediate_size, c.hidden_size)
         self.w_in = Projection(Weight(shared.values[0], shared.quantized), gate)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from kernels.checkpoint import Weight
-from kernels.ops.linear import linear
+from kernels.ops.linear import by_columns, linear
 from kernels.ops.quant import fp8_qdq
 
 
@@ -20,8 +20,8 @@ class Projection:
         plain = [part.values for part in parts if not part.quantized]
         if [part.quantized for part in parts] != [True] * len(quantized) + [False] * len(plain):
             raise ValueError("quantised parts come first")
-        self.quantized = torch.cat(quantized) if quantized else None
-        self.plain = torch.cat(plain) if plain else None
+        self.quantized = by_columns(torch.cat(quantized)) if quantized else None
+        self.plain = by_columns(torch.cat(plain)) if plain else None
 
     def forward(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
         """`x` [rows, k] -> one [rows, n_i] fp32, unrounded, per part."""

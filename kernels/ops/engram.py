@@ -94,7 +94,7 @@ def add_gated(
     keys, value = parts[:, :num], parts[:, num:]
 
     dot = (streams * qk_weight).mul_(keys).sum(-1)
-    scale = inverse_rms(streams, 1e-20).mul_(inverse_rms(keys, 1e-20)).squeeze(2)
+    scale = torch.from_numpy(inverse_rms(streams.numpy(), 1e-20) * inverse_rms(keys.numpy(), 1e-20))
     dot = dot.mul_(scale).mul_(dim**-0.5)
     gate = sigmoid(dot.sign() * dot.abs().clamp_(min=1e-6).sqrt_()).mul_(alive)
     return rounding(streams + gate.unsqueeze(2) * value)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from kernels.ops.dispatch import by_device
-from kernels.ops.linear import enough_items, linear
-from kernels.ops.rounding import Rounding, inverse_rms, rms_norm, scalar, sigmoid
+from kernels.ops.linear import HEIGHTS, cuts, linear, padded_rows
+from kernels.ops.rounding import Array, Rounding, inverse_rms, rms_norm
 
-_Array = npt.NDArray[np.float32]
-_Call = tuple[np.ufunc, _Array, _Array, _Array]
+_ONE, _TWO = np.array(1.0, dtype=np.float32), np.array(2.0, dtype=np.float32)
 
 
 class MixWeights(NamedTuple):
@@ -37,71 +36,108 @@ class Mix(NamedTuple):
 def mix(streams: torch.Tensor, weights: MixWeights, eps: float, norm_eps: float, iterations: int) -> Mix:
     """Coefficients of one sub-layer from the residual `streams` [rows, C, dim] fp32."""
     flat = streams.flatten(1)
-    mixes = linear(flat, weights.fn).mul_(inverse_rms(flat, norm_eps))
+    mixes = linear(flat, weights.fn)
+    values = mixes.numpy()
+    values *= inverse_rms(flat.numpy(), norm_eps)[:, None]
     return coefficients(mixes, weights, eps, iterations)
 
 
 def coefficients(mixes: torch.Tensor, weights: MixWeights, eps: float, iterations: int) -> Mix:
     """The same from the normalised products `mixes` [rows, (2 + C) C]."""
-    mixes = (mixes * weights.scale).add_(weights.base)
-    num = math.isqrt(mixes.shape[1] + 1) - 1  # C, of (2 + C) C = (C + 1)² - 1 columns
-    gates = sigmoid(mixes[:, : 2 * num])
-    comb = sinkhorn(mixes[:, 2 * num :].reshape(-1, num, num), eps, iterations)
-    return Mix(gates[:, :num] + scalar(eps), gates[:, num:] * scalar(2.0), comb)
+    values = mixes.numpy() * weights.scale.numpy()
+    values += weights.base.numpy()
+    num = math.isqrt(values.shape[1] + 1) - 1  # C, of (2 + C) C = (C + 1)² - 1 columns
+    gates = np.negative(values[:, : 2 * num])
+    with np.errstate(over="ignore"):  # a gate of zero
+        np.exp(gates, out=gates)
+    gates += _ONE
+    np.reciprocal(gates, out=gates)
+    pre, post = gates[:, :num] + _constant(eps), gates[:, num:] * _TWO
+    comb = sinkhorn(values[:, 2 * num :].reshape(-1, num, num), eps, iterations)
+    return Mix(torch.from_numpy(pre), torch.from_numpy(post), torch.from_numpy(comb))
 
 
-def sinkhorn(logits: torch.Tensor, eps: float, iterations: int) -> torch.Tensor:
-    """Rows [.., i, :] softmaxed, then alternately divided by column and row sums; [rows, C, C] -> the same shape.
+def sinkhorn(logits: Array, eps: float, iterations: int) -> Array:
+    """Rows [.., i, :] softmaxed, then alternately divided by column and row sums; [rows, C, C] -> the same shape."""
+    rows, num = logits.shape[:2]
+    out = np.empty((rows, num * num), dtype=np.float32)
+    for start, end in cuts(padded_rows(rows), HEIGHTS):
+        part = logits[start:end]
+        # Summands by column: the C * C values of every row, then the guard of the denominators.
+        terms = np.zeros((num * num + 1, end - start), dtype=np.float32)
+        values, cube = terms[:-1], terms[:-1].reshape(num, num, -1)
+        cube[:, :, : len(part)] = part.transpose(1, 2, 0)
+        cube -= cube.max(1, keepdims=True)
+        np.exp(values, out=values)
+        _balance(terms, num, eps, iterations)
+        out[start:end] = values[:, : len(part)].T
+    return out.reshape(rows, num, num)
 
-    Some 160 operations on tiny arrays: they cost their call, not their arithmetic, and numpy's calls are a third of
-    torch's (0.1 ms against 0.3 ms for 4 rows). Additions and divisions only: exactly rounded wherever they stand.
+
+def _balance(terms: Array, num: int, eps: float, iterations: int) -> None:
+    """The divisions of `sinkhorn`, in place.
+
+    Some 80 operations on tiny arrays cost their call, not their arithmetic. So all sums of one kind are one product
+    with a matrix of ones and zeros, where a probe finds that it adds in order; else they are added one by one.
     """
-    logits = logits.permute(1, 2, 0)
-    comb = (logits - logits.amax(1, keepdim=True)).exp_().contiguous()
-    array = comb.numpy()
-    guard = np.array(eps, dtype=np.float32)
-    columns, rows = _division_by_sums(array, 0, guard), _division_by_sums(array, 1, guard)
-    softmax = [call for call in rows if call[2] is not guard]
-    _run(softmax)
-    np.add(array, guard, array)
-    _run(columns)
+    matrices = _sum_matrices(num)
+    in_order = not _products_add_in_order(num)
+    values, sums = terms[:-1], np.empty((num * num, terms.shape[1]), dtype=np.float32)
+
+    def divide(axis: int) -> None:
+        if in_order:
+            sums[:] = _added_in_order(terms, num, axis)
+        else:
+            np.dot(matrices[axis], terms, sums)
+        np.divide(values, sums, out=values)
+
+    divide(1)
+    values += _constant(eps)
+    terms[-1] = eps
+    divide(0)
     for _ in range(iterations - 1):
-        _run(rows)
-        _run(columns)
-    return comb.permute(2, 0, 1).contiguous()
+        divide(1)
+        divide(0)
 
 
-def _run(calls: list[_Call]) -> None:
-    for function, a, b, out in calls:
-        function(a, b, out)
+@cache
+def _sum_matrices(num: int) -> tuple[Array, Array]:
+    """What takes `terms` to the sum over i, and over j, that every value [i, j] belongs to, guard included."""
+    ones, each = np.ones((num, num), dtype=np.float32), np.eye(num, dtype=np.float32)
+    guard = np.ones((num * num, 1), dtype=np.float32)
+    return np.hstack((np.kron(ones, each), guard)), np.hstack((np.kron(each, ones), guard))
 
 
-def _division_by_sums(array: _Array, axis: int, guard: _Array) -> list[_Call]:
-    """Calls that divide `array` [C, C, rows] in place by its sums along `axis` plus `guard`, added pairwise."""
+def _added_in_order(terms: Array, num: int, axis: int) -> Array:
+    cube = terms[:-1].reshape(num, num, -1)
+    total = cube.take(0, axis)
+    for number in range(1, num):
+        total = total + cube.take(number, axis)
+    wide: Array = np.broadcast_to(np.expand_dims(total + terms[-1], axis), cube.shape)
+    return wide.reshape(num * num, -1)
 
-    def cut(source: _Array, start: int, stop: int) -> _Array:
-        return source[start:stop] if axis == 0 else source[:, start:stop]
 
-    calls: list[_Call] = []
-    source, num = array, array.shape[axis]
-    while num > 1:
-        half = num // 2
-        first = cut(source, 0, half)
-        out = np.empty(first.shape, dtype=np.float32)
-        calls.append((np.add, first, cut(source, half, 2 * half), out))
-        if num % 2:
-            calls.append((np.add, cut(out, 0, 1), cut(source, num - 1, num), cut(out, 0, 1)))
-        source, num = out, half
-    calls.append((np.add, source, guard, source))
-    calls.append((np.divide, array, source, array))
-    return calls
+@cache
+def _products_add_in_order(num: int) -> bool:
+    """Whether products with `_sum_matrices` have the bits of sums added in order, at every height."""
+    terms = np.random.default_rng(num).random((num * num + 1, HEIGHTS[-1]), dtype=np.float32)
+    return all(
+        np.array_equal(np.dot(matrix, np.ascontiguousarray(terms[:, :height])), want[:, :height])
+        for axis, matrix in enumerate(_sum_matrices(num))
+        for want in [_added_in_order(terms, num, axis)]
+        for height in HEIGHTS
+    )
+
+
+@cache
+def _constant(value: float) -> Array:
+    return np.array(value, dtype=np.float32)
 
 
 @by_device
 def collapse(streams: torch.Tensor, pre: torch.Tensor, rounding: Rounding) -> torch.Tensor:
     """Weighted sum of the streams [rows, C, dim] -> [rows, dim], rounded."""
-    product = torch.bmm(enough_items(pre.unsqueeze(1)), enough_items(streams))
-    return rounding(product[: pre.shape[0]].squeeze(1))
+    return rounding(torch.from_numpy(np.matmul(pre.numpy()[:, None], streams.numpy())[:, 0]))
 
 
 @by_device
@@ -123,5 +159,7 @@ def mean_stream(streams: torch.Tensor) -> torch.Tensor:
 @by_device
 def expand(y: torch.Tensor, streams: torch.Tensor, mixed: Mix, rounding: Rounding) -> torch.Tensor:
     """A sub-layer's output `y` [rows, dim] added to the re-mixed streams [rows, C, dim], rounded."""
-    moved = torch.bmm(enough_items(mixed.comb.transpose(1, 2)), enough_items(streams))[: y.shape[0]]
-    return rounding(moved.add_(mixed.post.unsqueeze(2) * y.unsqueeze(1)))
+    values = y.numpy()
+    moved = np.matmul(mixed.comb.numpy().transpose(0, 2, 1), streams.numpy())  # a product per row, of a fixed shape
+    moved += mixed.post.numpy()[:, :, None] * values[:, None]
+    return rounding(torch.from_numpy(moved))

@@ -1,8 +1,9 @@
+import numpy as np
 import pytest
 import torch
 
 from kernels.ops import linear as module
-from kernels.ops.linear import TALL, Fp8Weight, fp8_linear, grouped_linear, linear
+from kernels.ops.linear import HEIGHTS, ROW_TILE, Fp8Weight, by_columns, cuts, fp8_linear, grouped_linear, linear
 from tests.kernels.conftest import golden
 
 SHAPES = [(24, 768), (352, 192), (8, 64), (256, 1536)]
@@ -12,8 +13,8 @@ SHAPES = [(24, 768), (352, 192), (8, 64), (256, 1536)]
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_a_row_does_not_depend_on_its_company(n: int, k: int, num_threads: int) -> None:
     generator = torch.Generator().manual_seed(n)
-    weight = torch.randn(n, k, generator=generator)
-    x = torch.randn(3 * TALL + 7, k, generator=generator)
+    weight = by_columns(torch.randn(n, k, generator=generator))
+    x = torch.randn(HEIGHTS[-1] + 71, k, generator=generator)
     alone = torch.cat([linear(row[None], weight) for row in x[:20]])
     torch.testing.assert_close(alone, x[:20] @ weight.T, rtol=1e-4, atol=1e-3)
     torch.set_num_threads(num_threads)
@@ -21,26 +22,36 @@ def test_a_row_does_not_depend_on_its_company(n: int, k: int, num_threads: int) 
     assert torch.equal(whole[:20], alone)
     order = torch.randperm(len(x), generator=generator)
     assert torch.equal(linear(x[order], weight), whole[order])
-    for rows in (1, 2, 3, 5, TALL - 1, TALL, TALL + 1, 2 * TALL):
+    for rows in (1, 2, 3, 5, 63, 64, 65, 128, 200):
         assert torch.equal(linear(x[-rows:], weight), whole[-rows:])
+
+
+def test_weights_may_lie_in_rows_too() -> None:
+    x, weight = torch.randn(7, 64), torch.randn(32, 64)
+    assert torch.equal(linear(x, weight), linear(x, by_columns(weight)))
+    assert torch.equal(by_columns(weight), weight) and by_columns(weight).stride() == (1, 32)
 
 
 def test_without_the_probe_the_bits_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = torch.randn(150, 192), torch.randn(64, 192)
-    assert module.tall_rows_agree(64, 192, 1)  # else this machine never takes the quick way, which is correct too
+    assert 64 in module.heights(192, 64)  # else this machine never takes the quick way, which is correct too
     want = linear(x, weight)
-    monkeypatch.setattr(module, "tall_rows_agree", lambda n, k, num_threads: False)
+    monkeypatch.setattr(module, "heights", lambda k, n: (ROW_TILE,))
     assert torch.equal(linear(x, weight), want)
 
 
 def test_the_probe_notices_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    def reversed_when_tall(x: torch.Tensor, weight: torch.Tensor, tile: int) -> torch.Tensor:
-        flipped = (x.flip(1), weight.flip(1)) if tile == TALL else (x, weight)
-        return real(flipped[0].contiguous(), flipped[1].contiguous(), tile)
+    def reversed_when_tall(x: np.ndarray, matrix: np.ndarray) -> np.ndarray:
+        return real(x[:, ::-1].copy(), matrix[::-1].copy()) if len(x) > 64 else real(x, matrix)
 
-    real = module._tiles
-    monkeypatch.setattr(module, "_tiles", reversed_when_tall)
-    assert not module.tall_rows_agree.__wrapped__(64, 192, 1)
+    real = module._product
+    monkeypatch.setattr(module, "_product", reversed_when_tall)
+    assert max(module.heights.__wrapped__(192, 64)) <= 64
+
+
+def test_cuts_are_as_tall_as_is_allowed() -> None:
+    assert cuts(652, (4, 8, 64, 512)) == ((0, 512), (512, 576), (576, 640), (640, 648), (648, 652))
+    assert cuts(12, (4,)) == ((0, 4), (4, 8), (8, 12))
 
 
 def test_groups_are_separate_products() -> None:

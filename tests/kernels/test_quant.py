@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 
@@ -28,6 +30,42 @@ def test_input_is_left_alone_and_strides_do_not_matter(name: str) -> None:
     want = FORMATS[name](x)
     assert torch.equal(x, kept)
     assert torch.equal(FORMATS[name](x.transpose(0, 1)), want.transpose(0, 1))
+
+
+def test_fp8_values_are_those_of_the_library() -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    values = codes[codes.isfinite()].sort().values
+    between = ((values[1:] + values[:-1]) / 2)[values[1:] != 0]  # not zero, between the two zeros
+    bits = between.view(torch.int32)
+    x = torch.cat((values, between, (bits + 1).view(torch.float32), (bits - 1).view(torch.float32), -between[-1:]))
+    rows = torch.cat((x.view(-1, 1).repeat(1, 31), torch.full((len(x), 1), 448.0)), 1)  # the 448 makes the scale 1
+    got = quant.fp8_qdq(rows)[:, 0]
+    assert torch.equal(got.view(torch.int32), x.to(torch.float8_e4m3fn).float().view(torch.int32))
+
+
+@pytest.mark.parametrize("name", ["fp8_g32", "fp4_e8m0_g32"])
+def test_the_scale_of_any_mantissa_is_that_of_the_published_product(name: str) -> None:
+    largest, part = (448, 1.37 * 2.0**-15) if name == "fp8_g32" else (6, 0.3)
+    edge = torch.tensor(largest / 2.0 ** math.floor(math.log2(largest)))
+    mantissas = (torch.arange(0, 1 << 23, 61, dtype=torch.int32) + (127 << 23)).view(torch.float32)
+    above, below = torch.nextafter(edge, 2 * edge), torch.nextafter(edge, edge / 2)
+    top = torch.cat((mantissas, torch.stack((edge, above, below))))
+    x = torch.zeros(len(top), 32)
+    x[:, 0], x[:, 1] = top, top * part  # twice the scale would give another value
+    scale = torch.exp2(torch.ceil(torch.log2((top * torch.tensor(1 / largest)).double()))).float().view(-1, 1)
+    scaled = x[:, 1:2] / scale  # of FP4 less than 2, where its values are the halves
+    want = scaled.to(torch.float8_e4m3fn).float() if largest == 448 else (2 * scaled).round() / 2
+    assert torch.equal(FORMATS[name](x)[:, 1:2], want * scale)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_not_a_number_spoils_its_group_and_zeros_keep_their_sign(bad: float) -> None:
+    x = torch.full((2, 64), -1e-30)
+    x[0, 40], x[1, 0] = bad, -0.0
+    got = quant.fp8_qdq(x)
+    assert got[0, 32:].isnan().all()
+    finite = torch.cat((got[0, :32], got[1]))
+    assert finite.signbit().all() and not finite.any()
 
 
 def test_fp4_ties_go_to_the_even_code() -> None:

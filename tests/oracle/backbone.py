@@ -64,6 +64,7 @@ def _dense(report: Report, folder: Path, dtype: Dtype) -> None:
         model = load_model(name, compute_dtype=dtype)
     pool = StatePool(model.config, 2, model.config.max_position_embeddings)
     golden, other = (load_file(folder / f"logits_{each}_dense.safetensors") for each in (dtype, "fp32"))
+    errors: dict[str, float] = {}
     for prompt in prompts_of(golden):
         slot, got = rows(model, pool, golden[f"{prompt}.tokens"].tolist())
         pool.free(slot)
@@ -71,9 +72,15 @@ def _dense(report: Report, folder: Path, dtype: Dtype) -> None:
         got = got[data["positions"].long()]
         name = f"{folder.name} dense {dtype} {prompt}"
         if dtype == "fp32":
-            report.close(name, got, data["logits"], 2e-3)
+            errors[name] = float((got - data["logits"]).abs().max())
         else:
             _bf16_logits(report, name, got, data["logits"], other[f"{prompt}.logits"], is_required=True)
+    # The set's README: one prompt may be off by what a value that rounds the other way does, if the others are not.
+    # (With exact sums p03 is: there the golden run itself rounded the other way.)
+    num_off = sum(error > 2e-3 for error in errors.values())
+    for name, error in errors.items():
+        allowed = 0.3 if num_off == 1 else 2e-3
+        report.add(name, error <= allowed, f"max error {error:.1e}, allowed 2e-3, once 0.3")
 
 
 def _logits(report: Report, model: Model, pool: StatePool, folder: Path, dtype: Dtype) -> None:
