@@ -15,18 +15,17 @@ from typing import Any
 _MODULES = ("attention", "compress", "engram", "experts", "index", "linear", "mix", "pack", "quant", "rope", "rounding")
 # Beside these, every function that has a kernel of its own (`kernels/ops/dispatch.py`).
 _FUNCTIONS = (
+    "attention.attend",
     "engram.table_rows",
     "experts.run_experts",
     "index.candidate_mask",
+    "index.scores",
     "index.top_rows",
     "linear.grouped_linear",
     "mix.sinkhorn",
+    "pack.unpack",
 )
-_METHODS = (
-    ("layout", "Layout", "__init__"),
-    ("attention", "Attention", "_windows"),
-    ("indexer", "Indexer", "_gather"),
-)
+_METHODS = (("layout", "Layout", "__init__"),)
 
 
 class Clock:
