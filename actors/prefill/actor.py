@@ -8,9 +8,10 @@ from typing import Any
 
 from msgspec import structs
 from opentelemetry import trace
-from opentelemetry.trace import Span, StatusCode
+from opentelemetry.trace import StatusCode
 
 from actors.prefill.batch import Batch, Job
+from actors.prefill.phases import Phases
 from actors.rules.emission import Held, resend_answer
 from bus.actor import Actor, Envelope, Handler
 from bus.bulk import Bulk
@@ -34,8 +35,6 @@ from schemas.handover import Dispatch, Dispatched, HandOver, Refused
 from schemas.message import Role
 from schemas.request import Cancel, CancelAcknowledged, End, Failed, Resend, TokensEmitted
 from schemas.routing import LoadReported, Release, Route, Routed
-
-tracer = trace.get_tracer("shoal")
 
 MAX_QUEUED = 1024
 """Requests here at most, waiting, computing or being handed over; more are refused."""
@@ -67,7 +66,7 @@ class Prefill(Actor):
         self.batch = Batch()
         self._pulling: dict[str, Dispatch] = {}
         self._leaving: dict[str, tuple[Job, asyncio.Event]] = {}
-        self._spans: dict[str, tuple[Span, Span]] = {}
+        self._phases = Phases(id)
         self._has_work = asyncio.Event()
 
     def handlers(self) -> Mapping[Subject[Any, Any], Handler]:
@@ -79,9 +78,7 @@ class Prefill(Actor):
 
     async def on_stop(self) -> None:
         await self._engine.close()
-        for spans in self._spans.values():
-            for span in reversed(spans):
-                span.end()
+        self._phases.end_all()
 
     def load(self) -> LoadReported:
         jobs = [*self.batch, *(job for job, _ in self._leaving.values())]
@@ -142,9 +139,7 @@ class Prefill(Actor):
                 return Dispatched()
             raise fail(Code.DUPLICATE_REQUEST, f"an earlier dispatch of {dispatch.request_id} is still being freed")
         self.batch.add(job)
-        span = tracer.start_span("prefill", context=envelope.context)
-        span.set_attribute("shoal.replica", self.id)
-        self._spans[dispatch.request_id] = (span, self._child("prefill queue", span))
+        self._phases.begin(dispatch.request_id, envelope.context, "prefill queue")
         self._has_work.set()
         return Dispatched()
 
@@ -195,7 +190,7 @@ class Prefill(Actor):
             if len(self._leaving) < self._engine.info.num_slots:
                 admitted, hopeless = self.batch.admit(self._engine)
                 for job in admitted:
-                    self._next_phase(job.id, "prefill compute")
+                    self._phases.next(job.id, "prefill compute")
                     await self._attach(job)
                 for job in hopeless:
                     why = f"{len(job.tokens)} prompt tokens do not fit into prefill {self.id}"
@@ -239,8 +234,7 @@ class Prefill(Actor):
 
     def _close(self, job: Job) -> None:
         """Once for each job, however it ended."""
-        for span in reversed(self._spans.pop(job.id, ())):
-            span.end()
+        self._phases.end(job.id)
         if not self._is_stopped:
             release = Release(reservation=job.dispatch.reservation)
             self.spawn(self.bus.tell(RELEASE_PREFILL.at(job.dispatch.balancer), release))
@@ -250,7 +244,7 @@ class Prefill(Actor):
     async def _hand_over(self, job: Job, state: bytes, cancelled: asyncio.Event) -> None:
         """Find a decode replica that takes the state. A cancelled one goes on to the next answer, then stops: so no
         reservation and no offer is ever left behind."""
-        span = self._next_phase(job.id, "hand over")
+        span = self._phases.next(job.id, "hand over")
         span.set_attribute("shoal.state_bytes", len(state))
         with trace.use_span(span):
             try:
@@ -329,15 +323,3 @@ class Prefill(Actor):
             ends=[(0, end)],
         )
         await self.bus.tell(TOKENS.at(job.dispatch.entrypoint), emitted)
-
-    # Spans: one for the whole stay, one for the present phase
-
-    def _child(self, name: str, parent: Span) -> Span:
-        return tracer.start_span(name, context=trace.set_span_in_context(parent))
-
-    def _next_phase(self, request_id: str, name: str) -> Span:
-        stay, phase = self._spans[request_id]
-        phase.end()
-        phase = self._child(name, stay)
-        self._spans[request_id] = (stay, phase)
-        return phase

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from msgspec import structs
@@ -128,21 +128,27 @@ class Recipe(PublicActor):
     async def _answer_to(self, call: Call) -> Answer:
         """Models, or a count of tokens."""
         try:
-            body = await self._bulk.unwrap(call.body)
             if call.protocol is Protocol.MODELS:
-                return Answer(status=200, body=self._converter.models(body))
-            draft = await self._convert(call, self._converter.read, call.protocol, body)
-            images = await self._resolve(draft, call)
+                return Answer(status=200, body=self._converter.models(await self._bulk.unwrap(call.body)))
+            draft, images = await self._read(call)
             self._release(images)
             return Answer(status=200, body=self._converter.count(draft, images))
         except (Refusal, BusError) as error:
             return refused(call, error.failure)
 
-    async def _convert(self, call: Call, work: Callable[..., Any], *args: Any) -> Any:
-        """Run a conversion; beside the loop if it is long."""
-        if call.body.size_bytes <= INLINE_BODY_BYTES:
-            return work(*args)
-        return await self.bus.seams.run_beside(functools.partial(work, *args))
+    async def _read(self, call: Call) -> tuple[Draft, list[ImageResolved]]:
+        """What its body says and its images are. Raises BusError and Refusal; then no image is held for us."""
+        read = functools.partial(self._converter.read, call.protocol, await self._bulk.unwrap(call.body))
+        draft = read() if call.body.size_bytes <= INLINE_BODY_BYTES else await self.bus.seams.run_beside(read)
+        found = await resolve_images(
+            self.bus, self._bulk, [image.data for image in draft.images], call.tenant, call.deadline_ns
+        )
+        images = [image for image in found if isinstance(image, ImageResolved)]
+        for source, failure in zip(draft.images, found, strict=True):
+            if isinstance(failure, Failure):
+                self._release(images)
+                raise source.refusal(failure)
+        return draft, images
 
     async def _serve(self, request: OpenRequest, call: Call, envelope: Envelope) -> None:
         """Take one request up to its submission. What follows comes by `_on_tokens`."""
@@ -150,13 +156,9 @@ class Recipe(PublicActor):
         try:
             with trace.use_span(request.span, end_on_exit=False):
                 with self._intake.working(call.body.size_bytes):
-                    body = await self._bulk.unwrap(call.body)
-                    seed = self.bus.seams.random.getrandbits(63)
-                    draft = await self._convert(call, self._converter.read, call.protocol, body)
-                    del body
-                    images = await self._resolve(draft, call)
-                    prepared = self._converter.finish(draft, images, seed)
-                    del draft
+                    draft, images = await self._read(call)
+                    prepared = self._converter.finish(draft, images, self.bus.seams.random.getrandbits(63))
+                    del draft  # with the files of its images
                 request.begin(self._converter, prepared, self.bus.seams.clock_ns() // 10**9)
                 await self._submit(request, call, prepared)
             await envelope.answer(request.called(self.id, prepared.ignored))
@@ -169,17 +171,6 @@ class Recipe(PublicActor):
             else:
                 self._close(request, outcome)
                 await envelope.answer(outcome.answer())
-
-    async def _resolve(self, draft: Draft, call: Call) -> list[ImageResolved]:
-        """What its images are. Raises Refusal; then none of them is held for us."""
-        files = [source.data for source in draft.images]
-        found = await resolve_images(self.bus, self._bulk, files, call.tenant, call.deadline_ns)
-        images = [image for image in found if isinstance(image, ImageResolved)]
-        for source, failure in zip(draft.images, found, strict=True):
-            if isinstance(failure, Failure):
-                self._release(images)
-                raise source.refusal(failure)
-        return images
 
     def _release(self, images: list[ImageResolved]) -> None:
         if images:
