@@ -89,12 +89,20 @@ def test_images_of_tool_results_follow_the_order_of_the_calls(eyes: Converter) -
     draft = read(eyes, MESSAGES, body)
     assert [source.data for source in draft.images] == [RED, BLUE, picture("green")]
     assert draft.images[0].path == "messages[2].content[1].content[1].source"
+    made = [{"id": id, "type": "function", "function": {"name": "f", "arguments": "{}"}} for id in ("a", "b")]
+    told = [{"role": "tool", "tool_call_id": i, "content": [block(CHAT, c)]} for i, c in (("b", BLUE), ("a", RED))]
+    turns = [{"role": "user", "content": "go"}, {"role": "assistant", "tool_calls": made}, *told]
+    draft = read(eyes, CHAT, {"model": "tiny", "messages": turns})
+    assert [(source.path, source.data) for source in draft.images] == [
+        ("messages[3].content[0].image_url", RED),
+        ("messages[2].content[0].image_url", BLUE),
+    ]
     outputs = [
         {"type": "function_call_output", "call_id": "b", "output": [block(RESPONSES, BLUE)]},
         {"type": "function_call_output", "call_id": "a", "output": [block(RESPONSES, RED)]},
     ]
-    made = [{"type": "function_call", "call_id": id, "name": "f", "arguments": "{}"} for id in ("b", "a")]
-    body = {"model": "tiny", "input": [{"role": "user", "content": "go"}, *made, *outputs]}
+    calls = [{"type": "function_call", "call_id": id, "name": "f", "arguments": "{}"} for id in ("b", "a")]
+    body = {"model": "tiny", "input": [{"role": "user", "content": "go"}, *calls, *outputs]}
     draft = read(eyes, RESPONSES, body)
     assert [(source.path, source.data) for source in draft.images] == [
         ("input[4].output[0].image_url", RED),

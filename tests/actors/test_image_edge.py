@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from actors.recipe.card import ModelCard
-from actors.vision.actor import Vision
+from actors.vision.actor import NUM_DECODING, Vision
 from bus import images as bus_images
 from bus.bulk import MemoryBulk
 from bus.bus import Bus
@@ -196,6 +196,29 @@ def test_what_is_refused_later_is_let_go(run_async: Run, sighted: ModelCard) -> 
                 await chat(one, RED, "x", max_tokens=2040)
             await other.messages.count_tokens(**body_of(MESSAGES, RED))
             await system.until_free()
+
+    run_async(main())
+
+
+def test_a_cancel_while_nobody_has_looked_yet(run_async: Run, sighted: ModelCard) -> None:
+    async def main() -> None:
+        async with sight(sighted) as system:
+            for _ in range(NUM_DECODING):
+                await system.vision._decoding.acquire()
+            client, other = await system.edge.client(), await system.edge.client()
+            await client.send(CHAT, body_of(CHAT, RED))
+            async with asyncio.timeout(10):
+                while system.vision.load().num_running == 0:
+                    await asyncio.sleep(0)
+            [request] = system.edge.recipe._open
+            await other.send(Protocol.CANCEL, {"id": request.id})
+            assert (await other.all())[0]["cancelled"]
+            for _ in range(NUM_DECODING):
+                system.vision._decoding.release()
+            [answer] = await client.all()
+            assert answer["error"]["code"] == "cancelled"
+            await system.until_free()
+            assert system.edge.entrypoint.submitted == {}
 
     run_async(main())
 
