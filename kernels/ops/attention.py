@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from kernels.ops.dispatch import by_device
-from kernels.ops.linear import enough_items
 from kernels.ops.pack import Record, gather, unpack
 from kernels.ops.rope import Rotation, rotate_
 from kernels.ops.rounding import Rounding
 
 PICK_TILE = 64  # picks per key set of a product
+_ROWS = 128  # of one pass
 _LOWEST = -1e30  # where the running maximum starts, so that a query without any key gives zeros
 
 
@@ -108,24 +109,34 @@ def attend(
     Each key set is one product per row of a fixed shape, and sets are added in order, so a row's bits depend on its
     own key sets only. A set that is empty for a row adds exact zeros: leaving it out changes nothing.
     """
-    rows = q.shape[0]
-    q, key_sets = enough_items(q), [KeySet(enough_items(keys), enough_items(bias)) for keys, bias in key_sets]
-    scores = [
-        torch.baddbmm(bias.unsqueeze(1), q, keys.transpose(1, 2), alpha=scale) for keys, bias in key_sets
-    ]  # [rows, heads, num_keys] each
+    if len(q) > _ROWS:  # the scores of so many stay in a cache
+        parts = []
+        for start in range(0, len(q), _ROWS):
+            rows = slice(start, start + _ROWS)
+            part = [KeySet(keys[rows], bias[rows]) for keys, bias in key_sets]
+            parts.append(attend(q[rows], part, sink, scale, rounding))
+        return torch.cat(parts)
+    scaled = q.numpy() * np.float32(scale)
+    scores, values = [], []
+    for keys, bias in key_sets:
+        values.append(keys.numpy())
+        score = np.matmul(scaled, values[-1].transpose(0, 2, 1))  # [rows, heads, num_keys]
+        score += bias.numpy()[:, None]
+        scores.append(torch.from_numpy(score))
     top = scores[0].amax(-1, keepdim=True)
     for other in scores[1:]:
         top = torch.maximum(top, other.amax(-1, keepdim=True))
     top.clamp_(min=_LOWEST)
     total = (sink[:, None] - top).exp_()
     out: torch.Tensor | None = None
-    for score, (keys, _) in zip(scores, key_sets, strict=True):
-        weights = score.sub_(top).exp_()
-        total = total.add_(weights.sum(-1, keepdim=True)) if out is None else total + weights.sum(-1, keepdim=True)
-        part = torch.bmm(rounding(weights), keys)
+    for score, value in zip(scores, values, strict=True):
+        weights = score.sub_(top)
+        np.exp(array := weights.numpy(), out=array)
+        total = total + weights.sum(-1, keepdim=True)
+        part = torch.from_numpy(np.matmul(rounding(weights).numpy(), value))
         out = part if out is None else out.add_(part)
     assert out is not None
-    return rounding(out.div_(total))[:rows]
+    return rounding(out.div_(total))
 
 
 @by_device

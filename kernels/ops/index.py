@@ -7,11 +7,12 @@ from typing import NamedTuple
 import torch
 
 from kernels.ops.dispatch import by_device
-from kernels.ops.linear import enough_items
+from kernels.ops.linear import by_columns, each_linear, linear
 from kernels.ops.pack import Record, unpack
 from kernels.ops.rounding import Rounding
 
 KEY_TILE = 128  # keys per product
+_ROWS = 64  # rows per product
 
 _LOW = 0xFFFFFFFF
 _NONE = 1 << 30  # sorts behind every row number
@@ -55,19 +56,37 @@ def cached_scores(
             break
         ids = cache.tables[:, number * per_tile : (number + 1) * per_tile]
         keys = unpack(cache.pages.index_select(0, ids.flatten()).flatten(0, 1), Record.INDEX)
-        keys = keys.view(requests, 1, KEY_TILE, -1).expand(-1, rows // requests, -1, -1).reshape(rows, KEY_TILE, -1)
         # In one request the first rows of a chunk do not reach the later tiles.
         skip = int((visible > start).to(torch.uint8).argmax()) if requests == 1 else 0
-        values[skip:, start : start + KEY_TILE] = scores(q[skip:], weights[skip:], keys[skip:], rounding)
+        keys = keys.view(requests, KEY_TILE, -1)
+        values[skip:, start : start + KEY_TILE] = scores(q[skip:], weights[skip:], keys, rounding)
     hide(values, visible)
     return values if mask is None else values.masked_fill_(~mask, -torch.inf)
 
 
 def scores(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, rounding: Rounding) -> torch.Tensor:
-    """The same for one tile of keys, each row its own [rows, KEY_TILE, dim] fp32, all visible: [rows, KEY_TILE]."""
-    products = torch.bmm(enough_items(q), enough_items(keys).transpose(1, 2))[: q.shape[0]]
-    dots = rounding(products).relu_()
-    return rounding(rounding(dots.mul_(weights.unsqueeze(2))).sum(1))
+    """The same for one tile of keys of each request, all visible: `keys` [requests, KEY_TILE, dim] fp32 ->
+    [rows, KEY_TILE]."""
+    rows, heads, _ = q.shape
+    each = rows // len(keys)
+    found = torch.empty(rows, KEY_TILE)
+    matrices = by_columns(keys)
+
+    def add(some: slice, products: torch.Tensor) -> None:
+        dots = rounding(products.view(-1, heads, KEY_TILE)).relu_()
+        found[some] = rounding(rounding(dots.mul_(weights[some].unsqueeze(2))).sum(1))
+
+    # As many rows at a time as leave their products in a cache: of many requests, or of one.
+    step = max(_ROWS // each, 1)
+    for first in range(0, len(keys), step):
+        some = slice(first * each, (first + step) * each)
+        if each <= _ROWS:
+            add(some, each_linear(q[some].reshape(-1, each * heads, q.shape[2]), matrices[first : first + step]))
+            continue
+        for start in range(some.start, some.stop, _ROWS):
+            part = slice(start, min(start + _ROWS, some.stop))
+            add(part, linear(q[part].flatten(0, 1), matrices[first]))
+    return found
 
 
 def hide(values: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:

@@ -60,6 +60,14 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(out if rows == len(out) else out[:rows])
 
 
+def each_linear(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """`linear` of every `x` [items, rows, k] and its own of `weights` [items, n, k] -> [items, rows, n] on a CPU."""
+    rows, (n, k) = x.shape[1], weights.shape[1:]
+    if rows in heights(k, n):
+        return torch.from_numpy(np.matmul(x.numpy(), weights.numpy().transpose(0, 2, 1)))
+    return torch.stack([linear(*pair) for pair in zip(x, weights, strict=True)])
+
+
 @cache
 def cuts(num_rows: int, allowed: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     """The parts, from row to row, of `num_rows` (whole row tiles), each of an allowed height."""
@@ -119,10 +127,11 @@ def heights(k: int, n: int) -> tuple[int, ...]:
     rng = np.random.default_rng(n * 1_000_003 + k)
     x = rng.standard_normal((HEIGHTS[-1], k), dtype=np.float32)
     matrix = rng.standard_normal((k, n), dtype=np.float32)
-    want = np.concatenate([_product(x[start : start + ROW_TILE], matrix) for start in range(0, len(x), ROW_TILE)])
+    want = np.concatenate([np.dot(x[start : start + ROW_TILE], matrix) for start in range(0, len(x), ROW_TILE)])
     return tuple(height for height in HEIGHTS if np.array_equal(_product(x[:height], matrix), want[:height]))
 
 
 def _product(x: _Array, matrix: _Array) -> _Array:
-    found: _Array = np.dot(x, matrix)
-    return found
+    """NaN where a batch of products has other bits than a single one."""
+    found = np.dot(x, matrix)
+    return np.where(found == np.matmul(x[None], matrix[None])[0], found, np.float32(np.nan))

@@ -20,7 +20,7 @@ from kernels.ops.rounding import Rounding
 @contextmanager
 def exact_sums() -> Iterator[None]:
     """Inside, matrix products and attention add in FP64 and round once."""
-    new: dict[str, Callable[..., Any]] = {"linear": _linear, "attend": _attend}
+    new: dict[str, Callable[..., Any]] = {"linear": _linear, "each_linear": _each_linear, "attend": _attend}
     modules = [module for name, module in sys.modules.items() if name.startswith("kernels")]
     before = [(module, name, vars(module)[name]) for module in modules for name in new if name in vars(module)]
     try:
@@ -34,6 +34,10 @@ def exact_sums() -> Iterator[None]:
 
 def _linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return (x.double() @ weight.double().T).float()
+
+
+def _each_linear(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    return torch.bmm(x.double(), weights.double().transpose(1, 2)).float()
 
 
 def _attend(
