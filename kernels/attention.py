@@ -45,7 +45,7 @@ class Attention:
         self.sink = checkpoint.tensor(f"{name}.attn_sink", heads)
         group_dim = heads * c.head_dim // c.o_groups
         # The published code turns a quantised wo_a back into BF16 and leaves its input alone.
-        wo_a = checkpoint.matrix(f"{name}.wo_a", c.o_groups * c.o_lora_rank, group_dim).values
+        wo_a = checkpoint.matrix(f"{name}.wo_a", c.o_groups * c.o_lora_rank, group_dim).fp32
         self.wo_a = by_columns(wo_a.view(c.o_groups, c.o_lora_rank, group_dim))
         self.wo_b = Projection(checkpoint.matrix(f"{name}.wo_b", c.hidden_size, c.o_groups * c.o_lora_rank))
 

@@ -40,7 +40,7 @@ class Block:
             return MixWeights(
                 by_columns(checkpoint.tensor(f"{name}.hc_{part}_fn", columns, num * dim)),
                 checkpoint.tensor(f"{name}.hc_{part}_base", columns),
-                scale.repeat_interleave(torch.tensor([num, num, num * num])),
+                scale.repeat_interleave(torch.tensor([num, num, num * num], device=scale.device)),
             )
 
         self.attn_mix, self.ffn_mix = mix_weights("attn"), mix_weights("ffn")

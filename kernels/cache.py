@@ -15,6 +15,8 @@ from kernels.ops.pack import Record, gather, pack
 from kernels.pages import PoolFull
 from kernels.replay import Starts
 
+_CPU = torch.device("cpu")
+
 
 class StatePool:
     """State of at most `num_slots` requests of at most `max_tokens` tokens each.
@@ -24,6 +26,7 @@ class StatePool:
     representable), for each KV owner of ratio 2 the FP32 (kv, score) of the last tokens, and the token ids.
     The last `max_rollback` tokens can be taken back: rings hold that many rows more than the arithmetic needs.
     With `drafts`, a window ring per draft stage too. `num_blocks`: of 128 tokens; without it every slot can be full.
+    All lie on `device`, but the token ids, which only the host reads; exported state is on the host.
     Rows outside a request's valid length may hold anything finite; freeing costs nothing.
     """
 
@@ -36,10 +39,11 @@ class StatePool:
         *,
         drafts: bool = False,
         num_blocks: int | None = None,
+        device: torch.device = _CPU,
     ) -> None:
         if num_slots < 1 or max_tokens < 1 or max_rollback < 0:
             raise ValueError("num_slots and max_tokens must be positive, max_rollback not negative")
-        self.config = config
+        self.config, self.device = config, device
         self.num_slots = num_slots
         self.max_tokens = max_tokens
         self.max_rollback = max_rollback
@@ -48,14 +52,16 @@ class StatePool:
         dim = config.head_dim
         if num_blocks is None:
             num_blocks = num_slots * num_blocks_of(max_tokens)
-        self.kv = KVPages(config, num_slots, max_tokens, num_blocks, torch.device("cpu"))
+        self.kv = KVPages(config, num_slots, max_tokens, num_blocks, device)
         bf16 = torch.bfloat16
-        self.swa = torch.zeros(config.num_hidden_layers, num_slots, self.ring_rows, dim, dtype=bf16)
+        self.swa = torch.zeros(config.num_hidden_layers, num_slots, self.ring_rows, dim, dtype=bf16, device=device)
         num_stages = config.num_nextn_predict_layers if drafts else 0
-        self.draft_swa = torch.zeros(num_stages, num_slots, self.ring_rows, dim, dtype=bf16)
+        self.draft_swa = torch.zeros(num_stages, num_slots, self.ring_rows, dim, dtype=bf16, device=device)
         # [num_slots, pair_rows, 2 (kv, score), head_dim] fp32
         self.pair = {
-            role.layer: torch.zeros(num_slots, self.pair_rows, 2, dim) for role in config.kv_owners if role.ratio == 2
+            role.layer: torch.zeros(num_slots, self.pair_rows, 2, dim, device=device)
+            for role in config.kv_owners
+            if role.ratio == 2
         }
         self.tokens = torch.zeros(num_slots, max_tokens, dtype=torch.int64)
         self._length = [0] * num_slots
@@ -179,9 +185,9 @@ class StatePool:
         }
         for name, ring, rows in self._rings(length):
             records = pack(ring[:, slot, rows].flatten(0, 1).float(), Record.WINDOW)
-            tensors[name] = records.view(len(ring), len(rows), -1)
+            tensors[name] = records.view(len(ring), len(rows), -1).cpu()
         for layer, pair in self.pair.items():
-            tensors[f"pair.{layer}"] = pair[slot, self._pair_index(length)]
+            tensors[f"pair.{layer}"] = pair[slot, self._pair_index(length)].cpu()
         return tensors
 
     def import_(self, slot: int, tensors: dict[str, torch.Tensor]) -> None:
@@ -206,11 +212,11 @@ class StatePool:
             _checked(tensors, f"pair.{layer}", (len(pair_rows), *pair.shape[2:]), pair.dtype)
         self._write_prefix(slot, length, tensors)
         for name, ring, rows in self._rings(length):
-            records = tensors[name].flatten(0, 1)
-            values = gather(records, torch.arange(len(records)), Record.WINDOW)
+            records = tensors[name].flatten(0, 1).to(self.device)
+            values = gather(records, torch.arange(len(records), device=self.device), Record.WINDOW)
             ring[:, slot, rows] = values.view(len(ring), len(rows), -1).to(ring.dtype)
         for layer, pair in self.pair.items():
-            pair[slot, pair_rows] = tensors[f"pair.{layer}"]
+            pair[slot, pair_rows] = tensors[f"pair.{layer}"].to(self.device)
         self._length[slot] = self._floor[slot] = length
         self._starts[slot] = starts
 
@@ -251,12 +257,12 @@ class StatePool:
 
     def _ring_index(self, length: int, reach: int) -> torch.Tensor:
         """Ring rows of the last `reach` of `length` tokens, in position order."""
-        positions = torch.arange(max(0, length - reach), length)
+        positions = torch.arange(max(0, length - reach), length, device=self.device)
         return positions % self.ring_rows
 
     def _pair_index(self, length: int) -> torch.Tensor:
         """Pair-ring row of the token that waits for its partner: one row when `length` is odd, else none."""
-        return torch.arange(length - length % 2, length) % self.pair_rows
+        return torch.arange(length - length % 2, length, device=self.device) % self.pair_rows
 
     def _need(self, slot: int) -> None:
         if slot not in self._used:

@@ -13,6 +13,8 @@ import torch
 
 from kernels.audit import audit, refuse
 from kernels.config import ModelConfig
+from kernels.ops.experts import Fp4Weights
+from kernels.ops.linear import Fp8Weight
 from kernels.ops.quant import dequantize_blocks, dequantize_fp4
 from kernels.shards import CheckpointError as CheckpointError
 from kernels.shards import read_shards
@@ -26,31 +28,49 @@ _TYPES = {
     "BF16": torch.bfloat16,
     "F32": torch.float32,
 }
+_CPU = torch.device("cpu")
 _NORESERVE = 0x4000 if sys.platform == "linux" else 0  # not yet named in Python 3.11
 _NAN_SCALE = 255
 _CHUNK_ROWS = 1 << 20
 
 
 class Weight(NamedTuple):
-    """A matrix `[n, k]` in fp32, or one per expert, and whether it is stored quantised: then its input is too."""
+    """A matrix `[n, k]`, or one per expert, and whether it is stored quantised: then its input is too.
 
-    values: torch.Tensor
+    In fp32 on a CPU; on a GPU as stored where there is a kernel for that.
+    """
+
+    values: torch.Tensor | Fp8Weight | Fp4Weights
     quantized: bool
+
+    @property
+    def fp32(self) -> torch.Tensor:
+        if isinstance(self.values, Fp8Weight):
+            return dequantize_blocks(*self.values)
+        if isinstance(self.values, Fp4Weights):
+            codes, scale = self.values
+            return dequantize_fp4(codes.flatten(0, 1), scale.flatten(0, 1)).view(*codes.shape[:2], -1)
+        return self.values
+
+    def __len__(self) -> int:
+        return len(self.values.codes if isinstance(self.values, Fp8Weight) else self.values)
 
 
 class Checkpoint:
-    """The tensors of a folder by name. Files are mapped into memory: what nobody asks for is never read.
+    """The tensors of a folder by name. Files are mapped into memory: what nobody asks for is never read. What is read
+    goes to `device`, tables excepted.
 
     Every method raises CheckpointError, which names file and tensor, also when a value is not a number.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, device: torch.device = _CPU) -> None:
         """Reads the index and the headers of all files."""
         self._shards = read_shards(folder)
         refuse(self._shards.problems)
         if self._shards.index_only:
             raise CheckpointError(f"{self._shards.path}: none of its files is there")
         self._maps: dict[Path, mmap.mmap] = {}
+        self.device = device
 
     def __contains__(self, name: str) -> bool:
         return name in self._shards.entries
@@ -63,30 +83,52 @@ class Checkpoint:
         """A BF16 or FP32 tensor of `shape`, as contiguous fp32."""
         value = self._stored(name, shape, PLAIN).to(torch.float32).contiguous()
         self._check_numbers(name, value)
-        return value
+        return value.to(self.device)
 
     def matrix(self, name: str, n: int, k: int) -> Weight:
         """The `{name}.weight` `[n, k]` of a linear layer: plain, or FP8 (E4M3) or packed FP4 with `{name}.scale`."""
+        entry = self._shards.entries.get(f"{name}.weight")
+        if self.device != _CPU and entry is not None and entry.dtype == FP8:
+            return Weight(self._fp8(name, n, k), True)
         values = torch.empty(n, k)
-        return Weight(values, self._fill(values, name))
+        quantized = self._fill(values, name)
+        return Weight(values.to(self.device), quantized)
 
     def experts(self, names: Sequence[str], parts: Sequence[str], n: int, k: int) -> Weight:
         """The matrices `{name}.{part}` `[n, k]` as `[names, parts * n, k]`: of some experts, no other is touched."""
+        each = [f"{name}.{part}" for name in names for part in parts]
+        types = {self._shards.entries[f"{one}.weight"].dtype for one in each if f"{one}.weight" in self}
+        if self.device != _CPU and types <= set(PACKED):
+            return Weight(self._fp4(each, len(names), n, k), True)
         values = torch.empty(len(names), len(parts), n, k)
         quantized = [
             self._fill(values[row, column], f"{name}.{part}")
             for row, name in enumerate(names)
             for column, part in enumerate(parts)
         ]
-        return Weight(values.flatten(1, 2), all(quantized))
+        return Weight(values.flatten(1, 2).to(self.device), all(quantized))
 
     def table(self, name: str, rows: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
         """E4M3 codes `[rows, dim]` and E8M0 scales `[rows, dim / 32]`, both as stored: a row is read when looked up.
 
-        Scales are checked now, which reads them; codes are not.
+        They stay on the host. Scales are checked now, which reads them; codes are not.
         """
         codes = self._stored(f"{name}.weight", (rows, dim), (FP8,))
         return codes, self._scale(name, rows, dim // 32)
+
+    def _fp8(self, name: str, n: int, k: int) -> Fp8Weight:
+        codes, scale = self._stored(f"{name}.weight", (n, k), (FP8,)), self._scale(name, -(-n // 32), k // 32)
+        nan = codes.view(torch.uint8) & 127 == 127
+        if bool(nan.any()):
+            self._refuse_value(f"{name}.weight", nan, 0)
+        return Fp8Weight(codes.to(self.device), scale.to(self.device))
+
+    def _fp4(self, names: Sequence[str], num: int, n: int, k: int) -> Fp4Weights:
+        """Matrices `[n, k]` of `num` experts, those of one expert below one another."""
+        codes = [self._stored(f"{name}.weight", (n, k // 2), PACKED).to(self.device) for name in names]
+        scales = [self._scale(name, n, k // 32).view(torch.uint8).to(self.device) for name in names]
+        scale = torch.cat(scales).view(num, -1, k // 32).view(torch.float8_e8m0fnu)
+        return Fp4Weights(torch.cat(codes).view(num, -1, k // 2), scale)
 
     def _fill(self, values: torch.Tensor, name: str) -> bool:
         """Read `{name}.weight` into `values` [n, k]; whether it is stored quantised."""

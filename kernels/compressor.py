@@ -28,7 +28,7 @@ class Compressor:
         self.norm = checkpoint.tensor(f"{name}.compressor.norm.weight", c.head_dim)
         self.wk = by_columns(checkpoint.tensor(f"{name}.indexer.wk.weight", c.index_head_dim, c.head_dim))
         self.k_norm = checkpoint.tensor(f"{name}.indexer.k_norm.weight", c.index_head_dim)
-        self.freqs = frequencies(c.qk_rope_head_dim, c.compress_rope_theta, c.rope_scaling)
+        self.freqs = frequencies(c.qk_rope_head_dim, c.compress_rope_theta, c.rope_scaling).to(checkpoint.device)
 
     def forward(self, projected: torch.Tensor, step: Step) -> None:
         """Write the rows that this batch completes, from `projected` [padded rows, head_dim or 2 head_dim] fp32."""

@@ -56,7 +56,7 @@ class DraftAttention(Attention):
         block = kv[: layout.num_rows].view(num, length, dim)
         key_sets = [
             KeySet(window.repeat_interleave(length, 0), before.bias.repeat_interleave(length, 0)),
-            KeySet(block.repeat_interleave(length, 0), torch.zeros(layout.num_rows, length)),
+            KeySet(block.repeat_interleave(length, 0), torch.zeros(layout.num_rows, length, device=q.device)),
         ]
         rows, scale = slice(layout.num_rows), self.config.head_dim**-0.5
         out = sparse_attend(q[rows], (), key_sets, self.sink, scale, rotation.of(rows), self.round)
@@ -85,7 +85,7 @@ class Drafter:
             checkpoint.tensor(f"{last}.markov_head.head.weight", c.vocab_size, rank)
         )
         self.confidence = checkpoint.tensor(f"{last}.confidence_head.proj.weight", 1, dim + rank)
-        self.freqs = frequencies(c.qk_rope_head_dim, c.rope_theta, None)
+        self.freqs = frequencies(c.qk_rope_head_dim, c.rope_theta, None).to(checkpoint.device)
 
     def observe(self, taps: Sequence[torch.Tensor], layout: Layout, pool: StatePool) -> None:
         """Write the stages' windows for the rows of `layout`, from one tap [padded rows, dim] per target layer.
@@ -121,11 +121,11 @@ class Drafter:
         layout = Layout(segments, pool)
         rotation = Rotation.at(layout.positions, self.freqs)
         step = Step(layout, pool, rotation, rotation, trace)
-        ids = torch.full((len(runs), size), c.dspark_noise_token_id)
-        ids[:, 0] = torch.tensor([token for _, token in runs])
+        noise = [c.dspark_noise_token_id] * (size - 1)
+        ids = torch.tensor([[token, *noise] for _, token in runs], device=pool.device)
         padded = torch.nn.functional.pad(ids.flatten(), (0, layout.padded - layout.num_rows))
         streams = self.embed[padded].unsqueeze(1).repeat(1, c.hc_mult, 1)
-        pre = torch.zeros(layout.padded, c.hc_mult)
+        pre = torch.zeros(layout.padded, c.hc_mult, device=pool.device)
         pre[:, 0] = 1.0
         for stage in self.stages:
             streams, pre = stage.forward(streams, stage.project(streams, pre, step), step)
@@ -139,7 +139,7 @@ class Drafter:
         num, size, dim = hidden.shape
         normed = rms_norm(hidden.reshape(-1, dim), self.norm, self.config.rms_norm_eps, self.round)
         logits = linear(normed, self.head).view(num, size, -1)
-        starts = torch.tensor([segment.start for segment in segments])
+        starts = torch.tensor([segment.start for segment in segments], device=hidden.device)
         drafts, confidence = [], []
         for place in range(size):
             bias = self.markov_embed[tokens]

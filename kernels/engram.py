@@ -12,7 +12,7 @@ from kernels.projection import Projection
 
 
 class Engram:
-    """Weights of `layers.{i}.engram`; the table stays in its file, in FP8, and is read and dequantised row by row."""
+    """Weights of `layers.{i}.engram`; the table stays in its file, in FP8, and is read row by row, on the host."""
 
     def __init__(
         self, config: ModelConfig, role: LayerRole, tables: HashTables, checkpoint: Checkpoint, rounding: Rounding
@@ -27,9 +27,10 @@ class Engram:
         self.qk_weight = q_weight * checkpoint.tensor(f"{name}.k_weight", streams, c.hidden_size)
 
     def forward(self, streams: torch.Tensor, history: torch.Tensor, pad: int) -> torch.Tensor:
-        """`streams` [rows, C, dim] with the memory of `history` [rows, n] (compressed ids, newest first) added."""
-        rows = table_rows(history, pad, self.tables)
-        looked_up = look_up(self.codes, self.scale, rows)
-        alive = (history[:, :1] >= 0).to(torch.float32)
+        """`streams` [rows, C, dim] with the memory of `history` added: [rows, n] compressed ids, newest first, on the
+        host."""
+        rows, device = table_rows(history, pad, self.tables), streams.device
+        looked_up = look_up(self.codes[rows].to(device), self.scale[rows].to(device))
+        alive = (history[:, :1] >= 0).to(device, torch.float32)
         projected = self.round(self.wkv.forward(looked_up)[0])
         return add_gated(streams, projected, self.qk_weight, alive, self.round)

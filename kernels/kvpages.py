@@ -74,10 +74,10 @@ class KVPages:
         return self.layout.join({name: pages[ids.to(pages.device)] for name, pages in self._arrays()}).cpu()
 
     def records(self, slot: int, num_tokens: int) -> dict[str, torch.Tensor]:
-        """Copies of a slot's records of the first `num_tokens`: per KV owner `main.{layer}` and `index_k.{layer}` uint8
-        [num_tokens // ratio, row bytes]."""
+        """Copies on the host of a slot's records of the first `num_tokens`: per KV owner `main.{layer}` and
+        `index_k.{layer}` uint8 [num_tokens // ratio, row bytes]."""
         return {
-            name: pages.flatten(0, 1)[self._rows(slot, num_tokens, pages).to(pages.device)]
+            name: pages.flatten(0, 1)[self._rows(slot, num_tokens, pages).to(pages.device)].cpu()
             for name, pages in self._arrays()
         }
 

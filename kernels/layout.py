@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kernels.batch import Segment
@@ -79,13 +80,14 @@ def check(segments: Sequence[Segment], pool: StatePool) -> None:
 
 
 class Layout:
-    """Built once per forward pass and set of rows; all index arithmetic of the layers is here.
+    """Built once per forward pass and set of rows; all index arithmetic of the layers is here, computed on the host.
 
     `in_decoder`: for layers that bounded replay starts at the decoder's first token, not at the encoder's.
     """
 
     def __init__(self, segments: Sequence[Segment], pool: StatePool, *, in_decoder: bool = False) -> None:
         self._pool = pool
+        self._device = pool.device
         states = [pool.starts(segment.slot) for segment in segments]
         self._window = pool.config.sliding_window
         self.num_rows = sum(segment.num_tokens for segment in segments)
@@ -102,10 +104,11 @@ class Layout:
         begin = np.array([state.decoder if in_decoder else state.encoder for state in states])
         self._begin = np.repeat(begin, lengths)  # the first position with window rows
         self._kept = np.repeat(np.array([state.kept for state in states]), lengths)
-        self.slots = torch.from_numpy(self._slot)
+        self.slots = torch.from_numpy(self._slot)  # on the host, like `host_positions`
         padded = np.zeros(self.padded, dtype=np.int64)
         padded[: self.num_rows] = self._position
-        self.positions = torch.from_numpy(padded)  # [padded], 0 for the rows that only fill the tile
+        self.host_positions = torch.from_numpy(padded)  # [padded], 0 for the rows that only fill the tile
+        self.positions = self._put(padded)
         self.groups = tuple(self._groups(segments))
         self._emissions: dict[int, Emission] = {}
         self._heads = first
@@ -121,7 +124,7 @@ class Layout:
         positions = self._position[self._heads, None] + np.arange(-self._window, 0)
         rows = self._slot[self._heads, None] * self._pool.ring_rows + positions % self._pool.ring_rows
         bias = np.where(positions < self._begin[self._heads, None], np.float32("-inf"), np.float32(0))
-        return Before(torch.from_numpy(rows), torch.from_numpy(bias))
+        return Before(self._put(rows), self._put(bias))
 
     @cached_property
     def pair(self) -> Rows:
@@ -129,12 +132,15 @@ class Layout:
         return self._tail(self._pool.pair_rows)
 
     def find(self, part: Layout) -> torch.Tensor:
-        """The rows of this layout that are those of `part`: [part.padded], the first one for rows that only fill."""
+        """The rows of this layout that are those of `part`, on the host: [part.padded], the first one for filling."""
         shift = np.zeros(self._pool.num_slots, dtype=np.int64)
         shift[self._slot] = np.arange(self.num_rows) - self._position
         rows = np.zeros(part.padded, dtype=np.int64)
         rows[: part.num_rows] = shift[part._slot] + part._position
         return torch.from_numpy(rows)
+
+    def _put(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device)
 
     def visible(self, ratio: int) -> torch.Tensor:
         """Compressed rows that each batch row may see: [num_rows]."""
@@ -157,12 +163,12 @@ class Layout:
         blocks = self._pool.kv.tables[slot, position // BLOCK_TOKENS]
         target = (blocks * BLOCK_TOKENS + position % BLOCK_TOKENS) // ratio
         arrays = (rows, position // ratio * ratio, target, np.maximum(rows - 1, 0), carried, carried_from)
-        return Emission(*(torch.from_numpy(array) for array in arrays))
+        return Emission(*(self._put(array) for array in arrays))
 
     def _tail(self, ring_rows: int) -> Rows:
         source = np.flatnonzero(self._left <= ring_rows)
         target = self._slot[source] * ring_rows + self._position[source] % ring_rows
-        return Rows(torch.from_numpy(source), torch.from_numpy(target))
+        return Rows(self._put(source), self._put(target))
 
     def _groups(self, segments: Sequence[Segment]) -> list[Group]:
         groups = []
@@ -189,8 +195,8 @@ class Layout:
             end,
             len(segments),
             segments[0].num_tokens,
-            torch.from_numpy(prefix.reshape(-1)),
-            Window(len(segments), self._window, torch.from_numpy(hidden)),
-            torch.from_numpy(self._pool.kv.tables[slots, : num_tile_blocks(end_position)]),
+            self._put(prefix.reshape(-1)),
+            Window(len(segments), self._window, self._put(hidden)),
+            self._put(self._pool.kv.tables[slots, : num_tile_blocks(end_position)]),
             end_position,
         )

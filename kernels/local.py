@@ -43,7 +43,7 @@ class _Request(Request):
 
 
 class LocalEngine:
-    """The Engine contract over a checkpoint folder.
+    """The Engine contract over a checkpoint folder, on a GPU where there is one (none: CUDA_VISIBLE_DEVICES=).
 
     Batch-invariant: a request's tokens are the same alone or in a batch, however its prompt is cut, with or without
     drafts, and after an export and restore at any point, also between two generated tokens.
@@ -74,12 +74,13 @@ class LocalEngine:
         self._compute_dtype: ComputeDtype = compute_dtype
         self._config = ModelConfig.from_folder(self._folder)
         self._drafts = drafts and self._config.num_nextn_predict_layers > 0
+        self._device = "cuda" if torch.cuda.is_available() else "cpu"
         max_tokens = self._config.max_position_embeddings
         longest, affordable = num_blocks_of(max_tokens), kv_bytes // max(KVLayout(self._config).block_bytes, 1)
         self._num_blocks = min(max(affordable, longest), num_slots * longest)
         self._info = EngineInfo(
             model=_model_name(self._folder),
-            layout=_layout(self._config, compute_dtype, self._drafts),
+            layout=_layout(self._config, compute_dtype, self._drafts, self._device),
             vocab_size=self._config.vocab_size,
             eos_token=self._config.eos_token_id,
             max_tokens=max_tokens,
@@ -172,7 +173,7 @@ class LocalEngine:
     # What follows runs in the engine's thread.
 
     def _load(self) -> None:
-        model = load_model(self._folder, compute_dtype=self._compute_dtype)
+        model = load_model(self._folder, compute_dtype=self._compute_dtype, device=self._device)
         most_drafts = self._config.dspark_block_size if self._drafts else 0
         pool = StatePool(
             self._config,
@@ -181,6 +182,7 @@ class LocalEngine:
             most_drafts,
             drafts=self._drafts,
             num_blocks=self._num_blocks,
+            device=model.device,
         )
         slot = pool.alloc(1)
         model.logits(model.forward(Batch.last_rows([(slot, 0, [self._config.bos_token_id])]), pool))
@@ -200,6 +202,8 @@ class LocalEngine:
             request.num_tokens += len(chunk.tokens)
             request.images = [one for one in request.images if one[0] + len(one[1]) > request.num_tokens]
             request.hidden = row.clone()
+        if hidden.is_cuda:
+            torch.cuda.synchronize()  # until then nothing but the launching has been timed
         return time.perf_counter_ns() - started_ns
 
     def _decode(self, requests: list[_Request]) -> list[list[int]]:
@@ -240,7 +244,7 @@ class LocalEngine:
         _, pool = self._loaded()
         tensors = {name: tensor.contiguous() for name, tensor in pool.export(request.slot).items()}
         if request.hidden is not None:
-            tensors["hidden"] = request.hidden
+            tensors["hidden"] = request.hidden.cpu()
         else:
             tensors["last"] = torch.tensor(request.last)
         return seal(self._info.layout, safetensors.torch.save(tensors))
@@ -265,7 +269,8 @@ class LocalEngine:
         except ValueError as error:
             raise StateError(str(error)) from None
         request.num_tokens = num_tokens
-        request.hidden, request.last = hidden, NONE if last is None else int(last)
+        request.hidden = None if hidden is None else hidden.to(pool.device)
+        request.last = NONE if last is None else int(last)
 
 
 def _model_name(folder: Path) -> str:
@@ -277,7 +282,7 @@ def _model_name(folder: Path) -> str:
     return str(card.get("model", folder.resolve().name))
 
 
-def _layout(config: ModelConfig, compute_dtype: ComputeDtype, drafts: bool) -> str:
+def _layout(config: ModelConfig, compute_dtype: ComputeDtype, drafts: bool, device: str) -> str:
     """Equal for engines whose exported states mean the same: revision of the format, configuration, arithmetic."""
-    digest = hashlib.sha256(repr((config, compute_dtype, drafts)).encode()).hexdigest()
+    digest = hashlib.sha256(repr((config, compute_dtype, drafts, device)).encode()).hexdigest()
     return f"shoal-{_STATE_REVISION}-{digest[:16]}"

@@ -73,8 +73,9 @@ class Model:
                         f" but its primes add up to {table.num_rows}"
                     )
                 self.engrams[role.layer] = Engram(c, role, table, checkpoint, self.round)
-        self.window_freqs = frequencies(c.qk_rope_head_dim, c.rope_theta, None)
-        self.compressed_freqs = frequencies(c.qk_rope_head_dim, c.compress_rope_theta, c.rope_scaling)
+        self.device = checkpoint.device
+        self.window_freqs = frequencies(c.qk_rope_head_dim, c.rope_theta, None).to(self.device)
+        self.compressed_freqs = frequencies(c.qk_rope_head_dim, c.compress_rope_theta, c.rope_scaling).to(self.device)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, pool: StatePool, trace: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
@@ -93,7 +94,7 @@ class Model:
             raise ValueError(f"token ids must be in [0, {self.config.vocab_size})")
         check(batch.segments, pool)
         layout = Layout(batch.segments, pool)
-        position = layout.positions[: layout.num_rows]
+        position = layout.host_positions[: layout.num_rows]
         pool.tokens[layout.slots, position] = batch.tokens
         step = Step(
             layout,
@@ -106,14 +107,14 @@ class Model:
         ids = torch.nn.functional.pad(batch.tokens, (0, layout.padded - layout.num_rows))
         if self.config.image_token_id is not None:
             images = ids == self.config.image_token_id
-            step.images = images if bool(images.any()) else None
-        rows = self.embed[ids]
+            step.images = images.to(self.device) if bool(images.any()) else None
+        rows = self.embed[ids.to(self.device)]
         for first, values in batch.images:
-            rows[first : first + len(values)] = self.round(values)
+            rows[first : first + len(values)] = self.round(values.to(self.device))
         num = self.config.hc_mult
         streams = rows.unsqueeze(1).repeat(1, num, 1)
         step.record("embed_expanded_in", streams)
-        pre = torch.zeros(layout.padded, num)
+        pre = torch.zeros(layout.padded, num, device=self.device)
         pre[:, 0] = 1.0
         streams, pre = self._layers(streams, pre, batch.segments, step)
         if self.drafter is not None and step.taps and (step.rows is None or len(step.rows)):
@@ -149,12 +150,13 @@ class Model:
     def _wanted(self, rows: torch.Tensor, streams: torch.Tensor, pre: torch.Tensor, step: Step) -> torch.Tensor:
         """Hidden state of some batch rows, NaN for those that did not go through the decoder."""
         if step.rows is None:
+            rows = rows.to(self.device)
             return collapse(streams[rows], pre[rows], self.round)
-        hidden = torch.full((len(rows), self.config.hidden_size), torch.nan)
-        place = torch.searchsorted(step.rows, rows).clamp(max=max(len(step.rows) - 1, 0))
+        hidden = torch.full((len(rows), self.config.hidden_size), torch.nan, device=self.device)
         there = torch.isin(rows, step.rows)
         if bool(there.any()):
-            hidden[there] = collapse(streams[place[there]], pre[place[there]], self.round)
+            place = torch.searchsorted(step.rows, rows[there]).to(self.device)
+            hidden[there.to(self.device)] = collapse(streams[place], pre[place], self.round)
         return hidden
 
     @torch.inference_mode()
@@ -163,21 +165,24 @@ class Model:
         return linear(rms_norm(hidden, self.norm, self.config.rms_norm_eps, self.round), self.head)
 
     def _history(self, layout: Layout, pool: StatePool) -> torch.Tensor:
-        """Compressed ids of each row's last tokens, newest first: [padded rows, n]; -1 before the start, for images."""
+        """Compressed ids of each row's last tokens, newest first: [padded rows, n] on the host; -1 before the start and
+        for images."""
         assert self.token_map is not None
-        sources = layout.positions.unsqueeze(1) - torch.arange(self.config.engram_max_ngram_size)
+        sources = layout.host_positions.unsqueeze(1) - torch.arange(self.config.engram_max_ngram_size)
         slots = torch.nn.functional.pad(layout.slots, (0, layout.padded - layout.num_rows)).unsqueeze(1)
         ids = self.token_map.ids[pool.tokens[slots, sources.clamp(min=0)]]
         return torch.where(sources >= 0, ids, -1)
 
 
-def load_model(folder: str | Path, *, compute_dtype: ComputeDtype = "fp32") -> Model:
+def load_model(folder: str | Path, *, compute_dtype: ComputeDtype = "fp32", device: str = "cpu") -> Model:
     """Load a checkpoint folder in the official layout, after holding all its headers against its configuration.
+
+    device: "cpu" or a CUDA device, where weights stay quantised as they are stored; Engram's tables stay on the host.
 
     Raises ConfigError (a ValueError) for config.json and CheckpointError (a ValueError) for everything else.
     """
     config = ModelConfig.from_folder(folder)
     token_map = load_token_map(folder, config) if config.engram_layer_ids else None
-    checkpoint = Checkpoint(folder)
+    checkpoint = Checkpoint(folder, torch.device(device))
     checkpoint.verify(config)
     return Model(config, checkpoint, token_map, compute_dtype)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from kernels.checkpoint import Checkpoint, Weight
+from kernels.checkpoint import Checkpoint
 from kernels.config import LayerRole, ModelConfig
-from kernels.ops.experts import activate, route, run_experts
+from kernels.ops.experts import Fp4Weights, activate, route, run_experts, run_fp4_experts
 from kernels.ops.linear import by_columns
 from kernels.ops.quant import fp8_qdq
 from kernels.ops.rounding import Rounding, keep
-from kernels.projection import Projection
+from kernels.projection import Projection, joined
 from kernels.step import Step
 
 
@@ -28,13 +28,14 @@ class MoE:
         routed = [f"{name}.experts.{expert}" for expert in range(role.num_experts)]
         up = checkpoint.experts(routed, ("w1", "w3"), c.moe_intermediate_size, c.hidden_size)
         down = checkpoint.experts(routed, ("w2",), c.hidden_size, c.moe_intermediate_size)
-        self.w13, self.w2 = by_columns(up.values), by_columns(down.values)
-        self.quantize = fp8_qdq if up.quantized else keep
-        shared = checkpoint.experts([f"{name}.shared_experts"], ("w1", "w3"), c.moe_intermediate_size, c.hidden_size)
-        self.w_in = Projection(Weight(shared.values[0], shared.quantized), gate)
-        self.shared_w2 = Projection(
-            checkpoint.matrix(f"{name}.shared_experts.w2", c.hidden_size, c.moe_intermediate_size)
+        self.up, self.down = (
+            weight.values if isinstance(weight.values, Fp4Weights) else by_columns(weight.fp32) for weight in (up, down)
         )
+        self.quantize = fp8_qdq if up.quantized else keep
+        shared, inter, dim = f"{name}.shared_experts", c.moe_intermediate_size, c.hidden_size
+        w1, w3 = (checkpoint.matrix(f"{shared}.{part}", inter, dim) for part in ("w1", "w3"))
+        self.w_in = Projection(joined(w1, w3), gate)
+        self.shared_w2 = Projection(checkpoint.matrix(f"{shared}.w2", dim, inter))
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """`x` [padded rows, dim], normed -> [padded rows, dim]; rows that only fill a tile get the shared part."""
@@ -49,5 +50,8 @@ class MoE:
         hidden = r(activate(r(shared), c.swiglu_limit))
         out = r(self.shared_w2.forward(hidden)[0])
         real = type(routes)(routes.experts[:num_rows], routes.weights[:num_rows])
-        out[:num_rows] += run_experts(x, real, self.w13, self.w2, c.swiglu_limit, r, self.quantize)
+        if isinstance(self.up, Fp4Weights) and isinstance(self.down, Fp4Weights):
+            out[:num_rows] += run_fp4_experts(x[:num_rows], real, self.up, self.down, c.swiglu_limit, r)
+        elif isinstance(self.up, torch.Tensor) and isinstance(self.down, torch.Tensor):
+            out[:num_rows] += run_experts(x, real, self.up, self.down, c.swiglu_limit, r, self.quantize)
         return r(out)

@@ -7,27 +7,43 @@ from collections.abc import Sequence
 import torch
 
 from kernels.checkpoint import Weight
-from kernels.ops.linear import by_columns, linear
+from kernels.ops.linear import Fp8Weight, by_columns, fp8_linear, linear
 from kernels.ops.quant import fp8_qdq
+
+
+def joined(*parts: Weight) -> Weight:
+    """Matrices `[n_i, k]`, all stored quantised or none, below one another."""
+    stored = [part.values for part in parts if isinstance(part.values, Fp8Weight)]
+    if len(stored) == len(parts) and all(len(part) % 32 == 0 for part in parts[:-1]):
+        codes = torch.cat([part.codes.view(torch.uint8) for part in stored])
+        scales = torch.cat([part.scale.view(torch.uint8) for part in stored])
+        return Weight(Fp8Weight(codes.view(torch.float8_e4m3fn), scales.view(torch.float8_e8m0fnu)), True)
+    return Weight(torch.cat([part.fp32 for part in parts]), parts[0].quantized)
 
 
 class Projection:
     """`parts` [n_i, k] in the order of the outputs: those stored quantised first, then the plain ones."""
 
     def __init__(self, *parts: Weight) -> None:
-        self.sizes = [len(part.values) for part in parts]
-        quantized = [part.values for part in parts if part.quantized]
-        plain = [part.values for part in parts if not part.quantized]
+        self.sizes = [len(part) for part in parts]
+        quantized = [part for part in parts if part.quantized]
+        plain = [part.fp32 for part in parts if not part.quantized]
         if [part.quantized for part in parts] != [True] * len(quantized) + [False] * len(plain):
             raise ValueError("quantised parts come first")
-        self.quantized = by_columns(torch.cat(quantized)) if quantized else None
+        self.quantized: torch.Tensor | Fp8Weight | None = None
+        if quantized:
+            weight = joined(*quantized)
+            stored = weight.values
+            self.quantized = stored if isinstance(stored, Fp8Weight) else by_columns(weight.fp32)
         self.plain = by_columns(torch.cat(plain)) if plain else None
 
     def forward(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
         """`x` [rows, k] -> one [rows, n_i] fp32, unrounded, per part."""
         outputs = []
-        if self.quantized is not None:
+        if isinstance(self.quantized, torch.Tensor):
             outputs.append(linear(fp8_qdq(x), self.quantized))
+        elif self.quantized is not None:
+            outputs.append(fp8_linear(x, self.quantized))
         if self.plain is not None:
             outputs.append(linear(x, self.plain))
         if len(self.sizes) == 1:

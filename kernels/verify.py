@@ -16,12 +16,13 @@ from kernels.ops.sample import sample
 
 def sample_rows(logits: torch.Tensor, samplings: Sequence[Sampling], positions: torch.Tensor) -> torch.Tensor:
     """The next token of each row, int64 `[rows]`: `logits` [rows, vocab] fp32, one sampling and position a row."""
+    device = logits.device
     return sample(
         logits,
-        torch.tensor([sampling.temperature for sampling in samplings], dtype=torch.float32),
-        torch.tensor([sampling.top_p for sampling in samplings], dtype=torch.float32),
-        torch.tensor([sampling.seed for sampling in samplings], dtype=torch.int64),
-        positions,
+        torch.tensor([sampling.temperature for sampling in samplings], dtype=torch.float32, device=device),
+        torch.tensor([sampling.top_p for sampling in samplings], dtype=torch.float32, device=device),
+        torch.tensor([sampling.seed for sampling in samplings], dtype=torch.int64, device=device),
+        positions.to(device),
     )
 
 

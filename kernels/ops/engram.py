@@ -75,9 +75,9 @@ def table_rows(history: torch.Tensor, pad: int, tables: HashTables) -> torch.Ten
 
 
 @by_device
-def look_up(codes: torch.Tensor, scale: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Rows `rows` [tokens, n] of E4M3 `codes` [all, dim] with E8M0 `scale` [all, dim / 32]: fp32 [tokens, n dim]."""
-    return dequantize_rows(codes[rows], scale[rows]).flatten(1)
+def look_up(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Table rows, E4M3 `codes` [tokens, n, dim] with E8M0 `scale` [tokens, n, dim / 32], as values: [tokens, n dim]."""
+    return dequantize_rows(codes, scale).flatten(1)
 
 
 @by_device

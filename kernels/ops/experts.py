@@ -117,8 +117,8 @@ def _group(picked: torch.Tensor) -> _Tiles:
         # Rows that only fill a tile repeat route 0: their results are never read.
         routes += [0] * (padded_rows(len(routes)) - len(routes))
         spans.append((expert, start, len(routes)))
-    grouped = torch.tensor(routes)
-    return _Tiles(grouped // num_picks, grouped, torch.tensor(place), spans)
+    grouped = torch.tensor(routes, device=picked.device)
+    return _Tiles(grouped // num_picks, grouped, torch.tensor(place, device=picked.device), spans)
 
 
 def _per_expert(x: torch.Tensor, weights: torch.Tensor, tiles: _Tiles) -> torch.Tensor:

@@ -38,8 +38,11 @@ def padded_rows(num_rows: int) -> int:
 
 
 def by_columns(weight: torch.Tensor) -> torch.Tensor:
-    """A copy of `weight` [..., n, k] that lies column after column: `linear` on a CPU copies any other."""
-    return weight.transpose(-1, -2).contiguous().transpose(-1, -2)
+    """A copy of `weight` [..., n, k] that lies column after column: `linear` on a CPU copies any other.
+
+    On a GPU `weight` itself, whose kernel reads rows.
+    """
+    return weight if weight.is_cuda else weight.transpose(-1, -2).contiguous().transpose(-1, -2)
 
 
 @by_device

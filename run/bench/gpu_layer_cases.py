@@ -111,13 +111,8 @@ def _pairs(draw: Draw) -> tuple[Any, ...]:
 
 def _look_up(draw: Draw) -> tuple[Any, ...]:
     s = draw.sizes
-    codes = torch.randn(s.held, s.memory, generator=draw.generator).to(torch.float8_e4m3fn)
-    return (codes, _scales(draw, s.held, s.memory // 32), draw.integers(0, s.held, s.rows, 24))
-
-
-def _looked_up_bytes(args: tuple[Any, ...], result: torch.Tensor) -> int:
-    codes, scale, rows = args
-    return int(rows.numel() * (codes.shape[1] + scale.shape[1])) + num_bytes((rows, result))
+    codes = torch.randn(s.rows, 24, s.memory, generator=draw.generator).to(torch.float8_e4m3fn)
+    return (codes, _scales(draw, s.rows, 24, s.memory // 32))
 
 
 def _gated(rounding: Rounding) -> Case:
@@ -154,7 +149,7 @@ LAYER_CASES = [
     Case("collapse and norm", "mix.collapse_norm", _collapse_norm, (0, 1), 2e-3),
     Case("norm", "rounding.rms_norm", _norm, (0,), 1e-6),
     Case("pool pairs", "compress.pool_norm", _pairs, (0, 1), 1e-6),
-    Case("Engram look-up", "engram.look_up", _look_up, (2,), moved=_looked_up_bytes),
+    Case("Engram look-up", "engram.look_up", _look_up, (0, 1)),
     _gated(keep),
     _gated(to_bf16),
     Case("sample", "sample.sample", _sample, (0, 1, 2, 3, 4)),

@@ -12,15 +12,14 @@ from kernels.ops.rounding import Rounding
 _ROWS = 4  # table rows of one program
 
 
-def look_up(codes: torch.Tensor, scale: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Rows `rows` [tokens, n] of E4M3 `codes` [all, dim] with E8M0 `scale` [all, dim / 32]: fp32 [tokens, n dim]."""
-    (tokens, num), dim = rows.shape, codes.shape[1]
+def look_up(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Table rows, E4M3 `codes` [tokens, n, dim] with E8M0 `scale` [tokens, n, dim / 32], as values: [tokens, n dim]."""
+    tokens, num, dim = codes.shape
     out = torch.empty(tokens, num * dim, dtype=torch.float32, device=codes.device)
     if tokens:
         look_up_kernel[triton.cdiv(tokens * num, _ROWS),](
             contiguous_bytes(codes),
             contiguous_bytes(scale),
-            rows.contiguous(),
             out,
             tokens * num,
             DIM=dim,
@@ -57,17 +56,13 @@ def add_gated(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def look_up_kernel(
-    p_codes, p_scale, p_rows, p_out, num_rows, DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    number = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    there = number < num_rows
-    row = tl.load(p_rows + number, mask=there, other=0).to(tl.int64)[:, None]
+def look_up_kernel(p_codes, p_scale, p_out, num_rows, DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     value = tl.arange(0, BLOCK)[None, :]
-    mask = there[:, None] & (value < DIM)
+    mask = (row < num_rows) & (value < DIM)
     code = tl.load(p_codes + row * DIM + value, mask=mask, other=0)
     scale = tl.load(p_scale + row * (DIM // 32) + value // 32, mask=mask, other=127)
-    tl.store(p_out + number[:, None] * DIM + value, e4m3_value(code) * e8m0_value(scale), mask=mask)
+    tl.store(p_out + row * DIM + value, e4m3_value(code) * e8m0_value(scale), mask=mask)
 
 
 @triton.jit
