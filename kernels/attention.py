@@ -13,7 +13,7 @@ from kernels.indexer import Indexer
 from kernels.layout import Group
 from kernels.ops.attention import sliding, sparse_attend
 from kernels.ops.linear import by_columns, grouped_linear
-from kernels.ops.quant import fp8_qdq
+from kernels.ops.pack import window_rows
 from kernels.ops.rope import Rotation, rotate_
 from kernels.ops.rounding import Rounding, rms_norm
 from kernels.projection import Projection
@@ -66,14 +66,14 @@ class Attention:
         queries = self.wq_b.forward(qr)
         both = torch.cat((r(queries[0]).view(rows, heads, c.head_dim), kv.unsqueeze(1)), 1)
         both = r(rotate_(both, rotation))
-        q, kv = both[:, :heads], r(fp8_qdq(both[:, heads]))
+        q, kv = both[:, :heads], window_rows(both[:, heads])
         if self.indexer is not None:
             step.picked = self.indexer.forward(r(queries[1]), projected[-1], step)
         out = self._attend(q, kv, rotation, step).view(rows, c.o_groups, -1)
         return r(self.wo_b.forward(r(grouped_linear(out, self.wo_a)))[0])
 
     def _attend(self, q: torch.Tensor, kv: torch.Tensor, rotation: Rotation, step: Step) -> torch.Tensor:
-        """`q` [padded rows, heads, head_dim], `kv` [padded rows, head_dim] -> outputs rotated back, as `q`."""
+        """`q` [padded rows, heads, head_dim], `kv` [padded rows, ..] as kept -> outputs rotated back, as `q`."""
         layout, layer = step.layout, self.role.layer
         ring = step.pool.swa[layer].flatten(0, 1)
         scale = self.config.head_dim**-0.5
@@ -84,13 +84,13 @@ class Attention:
             picks = step.picked[number] if self.role.ratio else ()
             parts.append(sparse_attend(q[rows], window, picks, self.sink, scale, rotation.of(rows), self.round))
         # Only now: earlier rows of a chunk still read the ring rows that its later ones overwrite.
-        ring[layout.ring.target] = kv[layout.ring.source].to(ring.dtype)
+        ring[layout.ring.target] = kv[layout.ring.source]
         if layout.padded > layout.num_rows:
             parts.append(q.new_zeros(layout.padded - layout.num_rows, *q.shape[1:]))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _run(self, kv: torch.Tensor, ring: torch.Tensor, group: Group) -> torch.Tensor:
-        """Each segment's rows behind those before it: fp32 [num_segments, window - 1 + length, head_dim]."""
-        num, length, dim = group.num_segments, group.length, kv.shape[-1]
-        before = ring.index_select(0, group.prefix).view(num, self.config.sliding_window - 1, dim)
-        return torch.cat((before, kv.view(num, length, dim)), 1)  # to fp32, exactly
+        """Each segment's rows behind those before it: [num_segments, window - 1 + length, ..]."""
+        num, length, width = group.num_segments, group.length, kv.shape[-1]
+        before = ring.index_select(0, group.prefix).view(num, self.config.sliding_window - 1, width)
+        return torch.cat((before, kv.view(num, length, width)), 1)

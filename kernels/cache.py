@@ -11,7 +11,7 @@ from kernels.config import ModelConfig
 from kernels.engine import Admission
 from kernels.kvlayout import BLOCK_TOKENS
 from kernels.kvpages import KVPages, num_blocks_of
-from kernels.ops.pack import Record, gather, pack
+from kernels.ops.pack import Record, gather, pack, window_rows, window_values
 from kernels.pages import PoolFull
 from kernels.replay import Starts
 
@@ -22,9 +22,9 @@ class StatePool:
     """State of at most `num_slots` requests of at most `max_tokens` tokens each.
 
     Compressed rows and index keys lie in blocks shared by all slots (`kv`); a slot has those of the tokens that it was
-    allocated for. Per slot there are a sliding-window ring a layer (bf16, exact: quantise-dequantise results are
-    representable), for each KV owner of ratio 2 the FP32 (kv, score) of the last tokens, and the token ids.
-    The last `max_rollback` tokens can be taken back: rings hold that many rows more than the arithmetic needs.
+    allocated for. Per slot there are a sliding-window ring a layer (of what `window_rows` gives), for each KV owner of
+    ratio 2 the FP32 (kv, score) of the last tokens, and the token ids. The last `max_rollback` tokens can be taken
+    back: rings hold that many rows more than the arithmetic needs.
     With `drafts`, a window ring per draft stage too. `num_blocks`: of 128 tokens; without it every slot can be full.
     All lie on `device`, but the token ids, which only the host reads; exported state is on the host.
     Rows outside a request's valid length may hold anything finite; freeing costs nothing.
@@ -53,10 +53,12 @@ class StatePool:
         if num_blocks is None:
             num_blocks = num_slots * num_blocks_of(max_tokens)
         self.kv = KVPages(config, num_slots, max_tokens, num_blocks, device)
-        bf16 = torch.bfloat16
-        self.swa = torch.zeros(config.num_hidden_layers, num_slots, self.ring_rows, dim, dtype=bf16, device=device)
+        nothing = window_rows(torch.zeros(1, dim, device=device))
         num_stages = config.num_nextn_predict_layers if drafts else 0
-        self.draft_swa = torch.zeros(num_stages, num_slots, self.ring_rows, dim, dtype=bf16, device=device)
+        self.swa, self.draft_swa = (
+            nothing.new_zeros(num, num_slots, self.ring_rows, nothing.shape[1])
+            for num in (config.num_hidden_layers, num_stages)
+        )
         # [num_slots, pair_rows, 2 (kv, score), head_dim] fp32
         self.pair = {
             role.layer: torch.zeros(num_slots, self.pair_rows, 2, dim, device=device)
@@ -184,7 +186,7 @@ class StatePool:
             **self.kv.records(slot, length),
         }
         for name, ring, rows in self._rings(length):
-            records = pack(ring[:, slot, rows].flatten(0, 1).float(), Record.WINDOW)
+            records = pack(window_values(ring[:, slot, rows].flatten(0, 1)), Record.WINDOW)
             tensors[name] = records.view(len(ring), len(rows), -1).cpu()
         for layer, pair in self.pair.items():
             tensors[f"pair.{layer}"] = pair[slot, self._pair_index(length)].cpu()
@@ -214,7 +216,7 @@ class StatePool:
         for name, ring, rows in self._rings(length):
             records = tensors[name].flatten(0, 1).to(self.device)
             values = gather(records, torch.arange(len(records), device=self.device), Record.WINDOW)
-            ring[:, slot, rows] = values.view(len(ring), len(rows), -1).to(ring.dtype)
+            ring[:, slot, rows] = window_rows(values).view(len(ring), len(rows), -1)
         for layer, pair in self.pair.items():
             pair[slot, pair_rows] = tensors[f"pair.{layer}"].to(self.device)
         self._length[slot] = self._floor[slot] = length

@@ -18,7 +18,7 @@ from kernels.layout import Layout
 from kernels.ops.attention import KeySet, sparse_attend
 from kernels.ops.linear import by_columns, linear
 from kernels.ops.mix import collapse
-from kernels.ops.quant import fp8_qdq
+from kernels.ops.pack import window_rows, window_values
 from kernels.ops.rope import Rotation, frequencies, rotate_
 from kernels.ops.rounding import Rounding, rms_norm
 from kernels.projection import Projection
@@ -42,18 +42,18 @@ class DraftAttention(Attention):
     """Each row of a block sees the same keys: the stage's window before the block, and the whole block."""
 
     def window_rows(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        """What the stage's window keeps of the backbone: `x` [rows, dim], normed taps -> [rows, head_dim]."""
+        """What the stage's window keeps of the backbone: `x` [rows, dim], normed taps -> [rows, ..]."""
         r = self.round
         kv = rms_norm(r(self.w_in.forward(x)[1]), self.kv_norm, self.config.rms_norm_eps, r)
-        return r(fp8_qdq(r(rotate_(kv.unsqueeze(1), rotation).squeeze(1))))
+        return window_rows(r(rotate_(kv.unsqueeze(1), rotation).squeeze(1)))
 
     def _attend(self, q: torch.Tensor, kv: torch.Tensor, rotation: Rotation, step: Step) -> torch.Tensor:
         layout = step.layout
         group, before = layout.groups[0], layout.before
         ring = step.pool.draft_swa[self.role.layer - self.config.num_hidden_layers].flatten(0, 1)
-        num, length, dim = group.num_segments, group.length, kv.shape[-1]
-        window = ring[before.rows].to(kv.dtype)
-        block = kv[: layout.num_rows].view(num, length, dim)
+        num, length, dim = group.num_segments, group.length, self.config.head_dim
+        window = window_values(ring[before.rows.flatten()]).view(num, -1, dim)
+        block = window_values(kv[: layout.num_rows]).view(num, length, dim)
         key_sets = [
             KeySet(window.repeat_interleave(length, 0), before.bias.repeat_interleave(length, 0)),
             KeySet(block.repeat_interleave(length, 0), torch.zeros(layout.num_rows, length, device=q.device)),
@@ -97,7 +97,7 @@ class Drafter:
         x = rms_norm(x, self.main_norm, self.config.rms_norm_eps, self.round)
         rotation = Rotation.at(layout.positions[kept.source], self.freqs)
         for attention, rows in zip(self.attentions, pool.draft_swa, strict=True):
-            rows.flatten(0, 1)[kept.target] = attention.window_rows(x, rotation).to(rows.dtype)
+            rows.flatten(0, 1)[kept.target] = attention.window_rows(x, rotation)
 
     @torch.inference_mode()
     def draft(

@@ -66,7 +66,7 @@ Source = Keys | KeySet | Sequence[KeySet]
 
 @by_device
 def sliding(run: torch.Tensor, window: Window) -> Source:
-    """The keys of each row in position order, its own last: `run` [num, size - 1 + length, dim] fp32.
+    """The keys of each row in position order, its own last: `run` [num, size - 1 + length, ..] of `window_rows`.
 
     Windows of one segment overlap: here a view of the run, not copies.
     """
@@ -113,8 +113,8 @@ def attend(
         parts = []
         for start in range(0, len(q), _ROWS):
             rows = slice(start, start + _ROWS)
-            part = [KeySet(keys[rows], bias[rows]) for keys, bias in key_sets]
-            parts.append(attend(q[rows], part, sink, scale, rounding))
+            some = [KeySet(keys[rows], bias[rows]) for keys, bias in key_sets]
+            parts.append(attend(q[rows], some, sink, scale, rounding))
         return torch.cat(parts)
     scaled = q.numpy() * np.float32(scale)
     scores, values = [], []

@@ -7,6 +7,7 @@ from enum import Enum
 import torch
 
 from kernels.ops.dispatch import by_device
+from kernels.ops.quant import fp8_qdq
 from kernels.ops.rounding import scalar
 
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
@@ -64,6 +65,19 @@ def gather(records: torch.Tensor, rows: torch.Tensor, record: Record) -> torch.T
     """Rows `rows` [num] int64 of `records` [all, row_bytes] -> fp32 [num, dim]; a row below zero gives zeros."""
     values = unpack(records.index_select(0, rows.clamp(min=0)), record)
     return torch.where((rows >= 0).unsqueeze(1), values, 0.0)
+
+
+@by_device
+def window_rows(x: torch.Tensor) -> torch.Tensor:
+    """What a sliding window keeps of `x` [rows, dim] fp32, not yet quantised: here quantised values, which a CPU reads
+    without unpacking them, on a GPU WINDOW records. Doing it to what `window_values` gave loses nothing."""
+    return fp8_qdq(x)
+
+
+@by_device
+def window_values(kept: torch.Tensor) -> torch.Tensor:
+    """The values [rows, dim] fp32 of what `window_rows` gave."""
+    return kept
 
 
 def unpack(records: torch.Tensor, record: Record) -> torch.Tensor:

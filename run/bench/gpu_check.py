@@ -1,7 +1,8 @@
-"""Every kernel against its reference on a CUDA GPU, then timed: `python -m run.bench.gpu_check`.
+"""Every kernel against its reference on a CUDA GPU, then timed; then a model: `python -m run.bench.gpu_check`.
 
 Bytes moved are what a call must read and write at least, whatever the kernel does; bandwidth is that of a large copy in
-the same run. Ends with 1 when a kernel disagrees or a row's bits depend on its batch; without a GPU it says so, with 0.
+the same run. Ends with 1 when a kernel or the model disagrees or a row's bits depend on its batch; without a GPU it
+says so, with 0.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import torch
 
 from run.bench.gpu_case import REAL, Case, Draw, cut_to, difference, mapped
 from run.bench.gpu_cases import CASES
+from run.bench.gpu_model import check_model
+from run.settings import DEFAULT_MODEL
 
 _COPY_BYTES = 1 << 30
 _REPEATS = 20
@@ -59,7 +62,9 @@ def main() -> int:
         failures += not result.passed
         print(line(result, bandwidth), flush=True)
     print(f"\n{len(CASES) - failures} of {len(CASES)} passed")
-    return 1 if failures else 0
+    model = check_model(DEFAULT_MODEL, "cuda")
+    print(f"{DEFAULT_MODEL.name}: {model}")
+    return 1 if failures or not model.passed else 0
 
 
 def line(result: Result, bandwidth: float) -> str:

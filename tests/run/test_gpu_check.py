@@ -8,6 +8,8 @@ import torch
 from run.bench import gpu_check
 from run.bench.gpu_case import Case, Draw
 from run.bench.gpu_cases import CASES
+from run.bench.gpu_model import NUM_STEPS, Agreement, check_model
+from run.settings import DEFAULT_MODEL
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,6 +31,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_check, "CASES", [case for case in CASES if case.name in ("fp8_qdq", "norm")])
     monkeypatch.setattr(gpu_check, "timed", lambda call: 2.0)
     monkeypatch.setattr(gpu_check, "copy_bandwidth", lambda: 1e12)
+    monkeypatch.setattr(gpu_check, "check_model", lambda folder, device: Agreement(NUM_STEPS, 1.0, True, 3.0, 2.0))
 
 
 def test_the_table(pretended: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,6 +57,18 @@ def test_a_wrong_or_broken_kernel_fails(
     monkeypatch.setattr(Case, "kernel", broken)
     assert gpu_check.main() == 1
     assert "out of shared memory" in capsys.readouterr().out
+
+
+def test_a_model_agrees_with_itself_and_not_with_another(
+    pretended: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = check_model(DEFAULT_MODEL, "cpu")
+    assert (found.num_same, found.cosine > 0.99999, found.same_alone, found.passed) == (NUM_STEPS, True, True, True)
+    assert not Agreement(NUM_STEPS, 0.99, True, 1.0, 1.0).passed
+    assert not Agreement(NUM_STEPS, 1.0, False, 1.0, 1.0).passed
+    monkeypatch.setattr(gpu_check, "check_model", lambda folder, device: Agreement(3, 1.0, True, 1.0, 1.0))
+    assert gpu_check.main() == 1
+    assert "3 of 32 greedy tokens as on the CPU" in capsys.readouterr().out
 
 
 def test_names_and_draws() -> None:

@@ -24,8 +24,8 @@ _TILE, _FP32_TILE = 32, 16  # keys of one product: with 512 values each they fil
 
 
 def sliding(run: torch.Tensor, window: Window) -> Keys:
-    """The keys of each row: `run` [num, size - 1 + length, dim] fp32, named, not copied."""
-    return Keys(run.flatten(0, 1), window.named)
+    """The keys of each row: `run` uint8 [num, size - 1 + length, row_bytes], WINDOW records, named, not copied."""
+    return Keys(run.flatten(0, 1), window.named, Record.WINDOW)
 
 
 def picked(pages: torch.Tensor, tables: torch.Tensor, picks: torch.Tensor) -> Keys:

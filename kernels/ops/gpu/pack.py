@@ -47,6 +47,16 @@ def gather(records: torch.Tensor, rows: torch.Tensor, record: Record) -> torch.T
     return out
 
 
+def window_rows(x: torch.Tensor) -> torch.Tensor:
+    """WINDOW records of `x` [rows, dim] fp32: uint8 [rows, row_bytes]."""
+    return pack(x, Record.WINDOW)
+
+
+def window_values(kept: torch.Tensor) -> torch.Tensor:
+    """The values [rows, dim] fp32 of WINDOW records [rows, row_bytes]."""
+    return gather(kept, torch.arange(len(kept), device=kept.device), Record.WINDOW)
+
+
 @triton.jit
 def dequantized(p_record, value, mask, CODE_BYTES: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr):
     """Values number `value` of the records at `p_record`, which has the shape of `value` or is broadcast to it."""
