@@ -57,13 +57,12 @@ def _packing(record: Record) -> list[Case]:
     ]
 
 
-def _attention(record: Record | None, rounding: Rounding) -> Case:
+def _attention(rounding: Rounding) -> Case:
     def make(draw: Draw) -> tuple[Any, ...]:
         s = draw.sizes
 
-        def keys(count: int, record: Record | None) -> Keys:
-            cache = torch.randn(s.held, s.head_dim, generator=draw.generator)
-            stored = cache.bfloat16() if record is None else pack(cache, record)
+        def keys(count: int, record: Record) -> Keys:
+            stored = pack(torch.randn(s.held, s.head_dim, generator=draw.generator), record)
             # Some queries see few keys, the second none.
             index = draw.integers(0, s.held, s.rows, count)
             seen = draw.integers(0, count * 2, s.rows, 1)
@@ -72,15 +71,14 @@ def _attention(record: Record | None, rounding: Rounding) -> Case:
 
         q = torch.randn(s.rows, s.heads, s.head_dim, generator=draw.generator).bfloat16().float()
         sink = torch.randn(s.heads, generator=draw.generator)
-        window, picked = keys(s.window, record and Record.WINDOW), keys(s.picks, record)
+        window, picked = keys(s.window, Record.WINDOW), keys(s.picks, Record.MAIN)
         return (q, window, picked, sink, s.head_dim**-0.5, draw.rotation(), rounding)
 
     def moved(args: tuple[Any, ...], result: torch.Tensor) -> int:
         read = sum(int((keys.named >= 0).sum()) * int(keys.cache[0].nbytes) for keys in args[1:3])
         return read + num_bytes((args[0], args[1].named, args[2].named, result))
 
-    kind = f"{'values' if record is None else 'records'}, {'bf16' if rounding is to_bf16 else 'fp32'}"
-    tolerance = 4e-3 if rounding is to_bf16 else 2e-6
+    kind, tolerance = ("bf16", 4e-3) if rounding is to_bf16 else ("fp32", 2e-6)
     return Case(f"attention, {kind}", "attention.sparse_attend", make, (0, 1, 2, 5), tolerance, moved)
 
 
@@ -111,9 +109,9 @@ def _index(candidates: bool, rounding: Rounding) -> Case:
     def moved(args: tuple[Any, ...], result: torch.Tensor) -> int:
         return int(args[3].sum()) * int(args[2].pages.shape[2]) + num_bytes((args[:2], args[2].tables, args[4], result))
 
-    kind = f"{'candidates, ' if candidates else ''}{'bf16' if rounding is to_bf16 else 'fp32'}"
-    tolerance = 4e-3 if rounding is to_bf16 else 2e-6
-    return Case(f"index scores, {kind}", "index.cached_scores", make, (0, 1, 2, 3, 4), tolerance, moved)
+    kind, tolerance = ("bf16", 4e-3) if rounding is to_bf16 else ("fp32", 2e-6)
+    name = f"index scores, {'candidates, ' if candidates else ''}{kind}"
+    return Case(name, "index.cached_scores", make, (0, 1, 2, 3, 4), tolerance, moved)
 
 
 CACHE_CASES = [
@@ -123,8 +121,8 @@ CACHE_CASES = [
     Case("rotate", "rope.rotate_", _rotate, (0, 1)),
     *(case for record in Record for case in _packing(record)),
     Case("attention, gathered keys", "attention.sparse_attend", _gathered, (0, 2, 5), 4e-3),
-    _attention(None, keep),
-    _attention(Record.MAIN, to_bf16),
+    _attention(keep),
+    _attention(to_bf16),
     _index(False, keep),
     _index(True, to_bf16),
 ]
