@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kernels.ops.dispatch import by_device
-from kernels.ops.linear import linear, padded_rows
+from kernels.ops.linear import ROW_TILE, Array, by_columns, multiply
 from kernels.ops.quant import dequantize_fp4, fp8_qdq
-from kernels.ops.rounding import Rounding, scalar, silu, softplus
+from kernels.ops.rounding import Rounding
 
-_ROUTE_EPS = 1e-20
+# Operands of numpy calls are arrays without axes: numbers take half as long again.
+_ROUTE_EPS = np.array(1e-20, dtype=np.float32)
+_ZERO, _ONE = np.array(0.0, dtype=np.float32), np.array(1.0, dtype=np.float32)
 
 
 class Routes(NamedTuple):
@@ -28,20 +32,38 @@ def route(logits: torch.Tensor, bias: torch.Tensor, num_picks: int, factor: floa
     `bias` may be [rows, experts] too. `logits` [rows, experts] are the gate's unrounded products; a score is
     sqrt(softplus(logit)).
     """
-    score = softplus(logits).sqrt_()
-    picked = (score + bias).sort(stable=True, dim=-1, descending=True).indices[:, :num_picks]
-    weights = score.gather(1, picked)
+    values = logits.numpy()
+    score = np.negative(np.abs(values))
+    np.exp(score, out=score)
+    np.log1p(score, out=score)
+    score += np.maximum(values, _ZERO)
+    np.sqrt(score, out=score)
+    negated = np.negative(score + bias.numpy())
+    picked = negated.argsort(1, kind="stable")[:, :num_picks]
+    weights = score.ravel()[picked + np.arange(0, score.size, score.shape[1])[:, None]]
     if num_picks > 1:
-        weights = weights / weights.sum(-1, keepdim=True).add_(scalar(_ROUTE_EPS))
-    return Routes(picked, weights * scalar(factor))
+        weights /= weights.sum(1, keepdims=True) + _ROUTE_EPS
+    weights *= np.float32(factor)
+    return Routes(torch.from_numpy(np.ascontiguousarray(picked)), torch.from_numpy(weights))
 
 
+@by_device
 def activate(h: torch.Tensor, limit: float) -> torch.Tensor:
     """`h` [rows, 2 * inter], gate half then up half -> clamped silu(gate) * up [rows, inter], unrounded."""
-    gate, up = h.chunk(2, -1)
-    return silu(gate.clamp(max=limit)).mul_(up.clamp(-limit, limit))
+    values, most = h.numpy(), np.float32(limit)
+    inter = values.shape[1] // 2
+    gate = np.minimum(values[:, :inter], most)
+    up = np.minimum(values[:, inter:], most)
+    np.maximum(up, -most, out=up)
+    up *= gate
+    np.negative(gate, out=gate)
+    with np.errstate(over="ignore"):  # a gate of zero
+        np.exp(gate, out=gate)
+    gate += _ONE
+    return torch.from_numpy(np.divide(up, gate, out=up))
 
 
+@by_device
 def run_experts(
     x: torch.Tensor,
     routes: Routes,
@@ -58,16 +80,18 @@ def run_experts(
     products: `fp8_qdq` for weights that are stored quantised, else `keep`.
     """
     num_rows, num_picks = routes.experts.shape
-    tiles = _group(routes.experts)
-    h = rounding(_per_expert(quantize(x).index_select(0, tiles.source), w13, tiles))
-    h = activate(h, limit)
-    weights = routes.weights.reshape(-1)[tiles.route]
-    out = rounding(_per_expert(quantize(rounding(h.mul_(weights.unsqueeze(1)))), w2, tiles))
-    picked = out.index_select(0, tiles.place).view(num_rows, num_picks, -1)
+    tiles = _group(routes.experts.numpy(), len(w13))
+    grouped = quantize(x).numpy()[tiles.source]
+    h = activate(rounding(_per_expert(grouped, w13.numpy(), tiles)), limit)
+    weights = np.zeros((len(grouped), 1), dtype=np.float32)  # of rows that fill a tile: no product with anything
+    weights[tiles.place, 0] = routes.weights.numpy().ravel()
+    hidden = quantize(rounding(h.mul_(torch.from_numpy(weights))))
+    out = rounding(_per_expert(hidden.numpy(), w2.numpy(), tiles)).numpy()
+    picked = out[tiles.place].reshape(num_rows, num_picks, -1)
     total = picked[:, 0]
     for pick in range(1, num_picks):
         total = total + picked[:, pick]
-    return total
+    return torch.from_numpy(total)
 
 
 class Fp4Weights(NamedTuple):
@@ -89,38 +113,36 @@ def run_fp4_experts(
 
 def _unpacked(weights: Fp4Weights) -> torch.Tensor:
     num, n = weights.codes.shape[:2]
-    return dequantize_fp4(weights.codes.flatten(0, 1), weights.scale.flatten(0, 1)).view(num, n, -1)
+    return by_columns(dequantize_fp4(weights.codes.flatten(0, 1), weights.scale.flatten(0, 1)).view(num, n, -1))
 
 
 class _Tiles(NamedTuple):
-    """`source` row and `route` (flat row, pick) of every grouped row, `place` of every route, `spans` per expert."""
+    """The `source` row of every grouped row, the `place` of every route (row, pick) among them, `spans` per expert."""
 
-    source: torch.Tensor
-    route: torch.Tensor
-    place: torch.Tensor
+    source: npt.NDArray[np.int64]
+    place: npt.NDArray[np.int64]
     spans: list[tuple[int, int, int]]  # expert, first grouped row, end
 
 
-def _group(picked: torch.Tensor) -> _Tiles:
-    num_picks = picked.shape[1]
-    members: dict[int, list[int]] = {}
-    for route, expert in enumerate(picked.reshape(-1).tolist()):
-        members.setdefault(expert, []).append(route)
-    routes: list[int] = []
-    place = [0] * picked.numel()
-    spans = []
-    for expert in sorted(members):
-        start = len(routes)
-        for number, route in enumerate(members[expert], start):
-            place[route] = number
-        routes += members[expert]
-        # Rows that only fill a tile repeat route 0: their results are never read.
-        routes += [0] * (padded_rows(len(routes)) - len(routes))
-        spans.append((expert, start, len(routes)))
-    grouped = torch.tensor(routes, device=picked.device)
-    return _Tiles(grouped // num_picks, grouped, torch.tensor(place, device=picked.device), spans)
+def _group(picked: npt.NDArray[np.int64], num_experts: int) -> _Tiles:
+    routes = picked.ravel()
+    order = routes.argsort(kind="stable")
+    counts = np.bincount(routes, minlength=num_experts)
+    padded = -(-counts // ROW_TILE) * ROW_TILE
+    ends = padded.cumsum()
+    starts = ends - padded
+    # Of the routes in order of their experts: how far each is behind where it would stand if no tile were filled.
+    shift = (starts - counts.cumsum() + counts)[routes[order]]
+    place = np.empty_like(order)
+    place[order] = shift + np.arange(len(order))
+    source = np.zeros(ends[-1], dtype=np.int64)  # rows that only fill a tile repeat row 0: their results are not read
+    source[place] = np.arange(len(order)) // picked.shape[1]
+    used = np.flatnonzero(counts)
+    return _Tiles(source, place, list(zip(used.tolist(), starts[used].tolist(), ends[used].tolist(), strict=True)))
 
 
-def _per_expert(x: torch.Tensor, weights: torch.Tensor, tiles: _Tiles) -> torch.Tensor:
-    parts = [linear(x[start:end], weights[expert]) for expert, start, end in tiles.spans]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def _per_expert(x: Array, weights: Array, tiles: _Tiles) -> torch.Tensor:
+    out = np.empty((len(x), weights.shape[1]), dtype=np.float32)
+    for expert, start, end in tiles.spans:
+        multiply(x[start:end], weights[expert], out[start:end])
+    return torch.from_numpy(out)

@@ -27,7 +27,7 @@ HEIGHTS = (*range(ROW_TILE, 65, ROW_TILE), 128, 256, 512)  # of products; each h
 
 _PROBE_LIMIT = 1 << 25  # elements of the largest weight worth a probe
 
-_Array = npt.NDArray[np.float32]
+Array = npt.NDArray[np.float32]
 
 use_one_thread()
 
@@ -54,13 +54,18 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     rows = x.shape[0]
     if rows % ROW_TILE:
         x = functional.pad(x, (0, 0, 0, padded_rows(rows) - rows))
-    values, matrix = x.numpy(), weight.numpy().T
+    out = np.empty((len(x), len(weight)), dtype=np.float32)
+    multiply(x.numpy(), weight.numpy(), out)
+    return torch.from_numpy(out if rows == len(out) else out[:rows])
+
+
+def multiply(x: Array, weight: Array, out: Array) -> None:
+    """`linear` of whole row tiles `x` [rows, k] into `out` [rows, n]."""
+    matrix = weight.T
     if not matrix.flags.c_contiguous:  # another layout is another routine
         matrix = np.ascontiguousarray(matrix)
-    out = np.empty((len(values), matrix.shape[1]), dtype=np.float32)
-    for start, end in cuts(len(values), heights(*matrix.shape)):
-        np.dot(values[start:end], matrix, out[start:end])
-    return torch.from_numpy(out if rows == len(out) else out[:rows])
+    for start, end in cuts(len(x), heights(*matrix.shape)):
+        np.dot(x[start:end], matrix, out[start:end])
 
 
 def each_linear(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -134,7 +139,7 @@ def heights(k: int, n: int) -> tuple[int, ...]:
     return tuple(height for height in HEIGHTS if np.array_equal(_product(x[:height], matrix), want[:height]))
 
 
-def _product(x: _Array, matrix: _Array) -> _Array:
+def _product(x: Array, matrix: Array) -> Array:
     """NaN where a batch of products has other bits than a single one."""
     found = np.dot(x, matrix)
     return np.where(found == np.matmul(x[None], matrix[None])[0], found, np.float32(np.nan))

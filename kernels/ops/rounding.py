@@ -1,7 +1,7 @@
 """Where activations are rounded, and the few functions whose library versions are not position-independent.
 
-`torch.sigmoid`, `silu` and `softplus` use other code for the last elements of an array than for the rest, and differ
-there in the last bit (measured, torch 2.13 CPU); `exp`, `log1p`, `sqrt`, `rsqrt` and plain arithmetic do not.
+`torch.sigmoid` and `silu` use other code for the last elements of an array than for the rest, and differ
+there in the last bit (measured, torch 2.13 CPU); `exp`, `sqrt`, `rsqrt` and plain arithmetic do not.
 """
 
 from __future__ import annotations
@@ -44,10 +44,6 @@ def sigmoid(x: torch.Tensor) -> torch.Tensor:
 
 def silu(x: torch.Tensor) -> torch.Tensor:
     return x / x.neg().exp_().add_(scalar(1.0))
-
-
-def softplus(x: torch.Tensor) -> torch.Tensor:
-    return x.abs().neg_().exp_().log1p_().add_(x.clamp(min=0.0))
 
 
 def inverse_rms(x: Array, eps: float) -> Array:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
 from kernels.ops.attention import KeySet
@@ -20,7 +21,12 @@ from kernels.ops.rounding import Rounding
 @contextmanager
 def exact_sums() -> Iterator[None]:
     """Inside, matrix products and attention add in FP64 and round once."""
-    new: dict[str, Callable[..., Any]] = {"linear": _linear, "each_linear": _each_linear, "attend": _attend}
+    new: dict[str, Callable[..., Any]] = {
+        "linear": _linear,
+        "each_linear": _each_linear,
+        "multiply": _multiply,
+        "attend": _attend,
+    }
     modules = [module for name, module in sys.modules.items() if name.startswith("kernels")]
     before = [(module, name, vars(module)[name]) for module in modules for name in new if name in vars(module)]
     try:
@@ -38,6 +44,10 @@ def _linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def _each_linear(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return torch.bmm(x.double(), weights.double().transpose(1, 2)).float()
+
+
+def _multiply(x: np.ndarray, weight: np.ndarray, out: np.ndarray) -> None:
+    out[:] = x.astype(np.float64) @ weight.astype(np.float64).T
 
 
 def _attend(

@@ -11,10 +11,39 @@ import triton.language as tl
 from kernels.ops.experts import Fp4Weights, Routes
 from kernels.ops.gpu.numbers import contiguous_bytes, e2m1_value, e8m0_value, maybe_bf16, power_of_two, rounds
 from kernels.ops.gpu.quant import FP8, Codes, to_codes
-from kernels.ops.rounding import Rounding
+from kernels.ops.linear import linear
+from kernels.ops.rounding import Rounding, silu
 
 _ROWS, _COLUMNS = 16, 32  # decode gives an expert a row or two: taller tiles would multiply zeros
 _BLOCK = 1024
+
+
+def activate(h: torch.Tensor, limit: float) -> torch.Tensor:
+    """`h` [rows, 2 * inter], gate half then up half -> clamped silu(gate) * up [rows, inter], unrounded."""
+    gate, up = h.chunk(2, -1)
+    return silu(gate.clamp(max=limit)).mul_(up.clamp(-limit, limit))
+
+
+def run_experts(
+    x: torch.Tensor,
+    routes: Routes,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    limit: float,
+    rounding: Rounding,
+    quantize: Rounding,
+) -> torch.Tensor:
+    """The same from FP32 weights, one expert after another: for checkpoints that are not quantised, which are small."""
+    x, out = quantize(x), x.new_empty(*routes.experts.shape, w2.shape[1])
+    for expert in range(len(w13)):
+        at = (routes.experts == expert).nonzero(as_tuple=True)
+        if len(at[0]):
+            h = activate(rounding(linear(x[at[0]], w13[expert])), limit).mul_(routes.weights[at].unsqueeze(1))
+            out[at] = rounding(linear(quantize(rounding(h)), w2[expert]))
+    total = out[:, 0]
+    for pick in range(1, out.shape[1]):
+        total = total + out[:, pick]
+    return total
 
 
 def run_fp4_experts(
