@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from kernels.attention import Attention
@@ -99,6 +100,7 @@ class Drafter:
         for attention, rows in zip(self.attentions, pool.draft_swa, strict=True):
             rows.flatten(0, 1)[kept.target] = attention.window_rows(x, rotation)
 
+    @np.errstate(all="ignore")  # weights that are no good show in the logits, which sampling refuses
     @torch.inference_mode()
     def draft(
         self,

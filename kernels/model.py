@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 
 from kernels.attention import Attention
@@ -77,6 +78,7 @@ class Model:
         self.window_freqs = frequencies(c.qk_rope_head_dim, c.rope_theta, None).to(self.device)
         self.compressed_freqs = frequencies(c.qk_rope_head_dim, c.compress_rope_theta, c.rope_scaling).to(self.device)
 
+    @np.errstate(all="ignore")  # weights that are no good show in the logits, which sampling refuses
     @torch.inference_mode()
     def forward(self, batch: Batch, pool: StatePool, trace: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
         """Compute the batch, write its state into `pool` (whose lengths advance), return the wanted rows.

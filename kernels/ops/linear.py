@@ -54,8 +54,9 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     rows = x.shape[0]
     if rows % ROW_TILE:
         x = functional.pad(x, (0, 0, 0, padded_rows(rows) - rows))
-    out = np.empty((len(x), len(weight)), dtype=np.float32)
-    multiply(x.numpy(), weight.numpy(), out)
+    values, matrix = x.numpy(), weight.numpy()
+    out = np.empty((len(values), len(matrix)), dtype=np.float32)
+    multiply(values, matrix, out)
     return torch.from_numpy(out if rows == len(out) else out[:rows])
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ from kernels.ops.dispatch import by_device
 from kernels.ops.linear import HEIGHTS, cuts, linear, padded_rows
 from kernels.ops.rounding import Array, Rounding, inverse_rms, rms_norm
 
+_Sum = Callable[[Array, Array], None]  # of `terms` into an array of sums
 _ONE, _TWO = np.array(1.0, dtype=np.float32), np.array(2.0, dtype=np.float32)
 
 
@@ -80,29 +82,41 @@ def _balance(terms: Array, num: int, eps: float, iterations: int) -> None:
     Some 80 operations on tiny arrays cost their call, not their arithmetic. So all sums of one kind are one product
     with a matrix of ones and zeros, where a probe finds that it adds in order; else they are added one by one.
     """
-    matrices = _sum_matrices(num)
-    in_order = not _products_add_in_order(num)
     values, sums = terms[:-1], np.empty((num * num, terms.shape[1]), dtype=np.float32)
-
-    def divide(axis: int) -> None:
-        if in_order:
-            sums[:] = _added_in_order(terms, num, axis)
-        else:
-            np.dot(matrices[axis], terms, sums)
-        np.divide(values, sums, out=values)
-
-    divide(1)
+    over_columns, over_rows = _sums(num)
+    divide = np.divide
+    over_rows(terms, sums)
+    divide(values, sums, values)
     values += _constant(eps)
     terms[-1] = eps
-    divide(0)
+    over_columns(terms, sums)
+    divide(values, sums, values)
     for _ in range(iterations - 1):
-        divide(1)
-        divide(0)
+        over_rows(terms, sums)
+        divide(values, sums, values)
+        over_columns(terms, sums)
+        divide(values, sums, values)
+
+
+@cache
+def _sums(num: int) -> tuple[_Sum, _Sum]:
+    """Write the sum over i, and over j, that every value [i, j] of `terms` belongs to, guard included, into another."""
+    if _products_add_in_order(num):
+        over_columns, over_rows = (partial(np.dot, matrix) for matrix in _sum_matrices(num))
+        return over_columns, over_rows
+
+    def added(axis: int) -> _Sum:
+        def call(terms: Array, sums: Array) -> None:
+            sums[:] = _added_in_order(terms, num, axis)
+
+        return call
+
+    return added(0), added(1)
 
 
 @cache
 def _sum_matrices(num: int) -> tuple[Array, Array]:
-    """What takes `terms` to the sum over i, and over j, that every value [i, j] belongs to, guard included."""
+    """What takes `terms` to the sums of `_sums`."""
     ones, each = np.ones((num, num), dtype=np.float32), np.eye(num, dtype=np.float32)
     guard = np.ones((num * num, 1), dtype=np.float32)
     return np.hstack((np.kron(ones, each), guard)), np.hstack((np.kron(each, ones), guard))

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from kernels.model import Model
+from kernels.ops import mix as mix_module
 from kernels.ops.mix import Mix, MixWeights, coefficients, collapse, expand, mix, sinkhorn
 from kernels.ops.rounding import keep, rms_norm, to_bf16
 from tests.kernels.conftest import golden
@@ -42,6 +43,15 @@ def test_sinkhorn_balances_rows_and_columns_for_any_number_of_streams(num: int) 
     torch.testing.assert_close(comb.sum(1), torch.ones(5, num), rtol=0, atol=1e-4)
     torch.testing.assert_close(comb.sum(2), torch.ones(5, num), rtol=0, atol=1e-3)
     assert torch.equal(torch.cat([torch.from_numpy(sinkhorn(row[None].numpy(), 1e-6, 40)) for row in logits]), comb)
+
+
+def test_sums_added_one_by_one_are_those_of_the_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(69, 4, 4, generator=torch.Generator().manual_seed(0)).numpy()
+    assert mix_module._products_add_in_order(4)  # else this machine never takes the quick way, which is correct too
+    want = sinkhorn(logits, 1e-6, 20)
+    monkeypatch.setattr(mix_module, "_products_add_in_order", lambda num: False)
+    monkeypatch.setattr(mix_module, "_sums", mix_module._sums.__wrapped__)
+    assert (sinkhorn(logits, 1e-6, 20) == want).all()
 
 
 @pytest.mark.parametrize("num", [2, 4])

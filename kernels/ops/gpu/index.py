@@ -14,6 +14,26 @@ from kernels.ops.rounding import Rounding
 
 _TILE = 64  # keys of one program
 
+_LOW = 0xFFFFFFFF
+_NONE = 1 << 30  # sorts behind every row number
+
+
+def top_rows(values: torch.Tensor, visible: torch.Tensor, count: int) -> torch.Tensor:
+    """The `count` best visible columns of each row, ascending, -1 behind them: [rows, count] int64."""
+    picked = best_columns(values, min(count, values.shape[1]))
+    picked = torch.where(picked < visible.unsqueeze(1), picked, _NONE).sort(-1).values
+    if picked.shape[1] < count:
+        picked = torch.nn.functional.pad(picked, (0, count - picked.shape[1]), value=_NONE)
+    return torch.where(picked < _NONE, picked, -1)
+
+
+def best_columns(values: torch.Tensor, count: int) -> torch.Tensor:
+    """Columns of the `count` greatest values, in no order; ties go to the lower column."""
+    bits = values.add(0.0).view(torch.int32)  # adding zero makes -0.0 equal to 0.0
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    packed = (ordered.to(torch.int64) << 32) | (_LOW - torch.arange(values.shape[1], device=values.device))
+    return _LOW - (packed.topk(count, -1, sorted=False).values & _LOW)
+
 
 def cached_scores(
     q: torch.Tensor,
