@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -160,6 +161,18 @@ def test_what_is_no_data_url(eyes: Converter, url: Any) -> None:
     assert (failure.code, failure.field) == (Code.BAD_REQUEST, CONTENT[CHAT])
     failure = refused(eyes, RESPONSES, body_of(RESPONSES, {"type": "input_image", "image_url": url}))
     assert (failure.code, failure.field) == (Code.BAD_REQUEST, CONTENT[RESPONSES])
+
+
+@pytest.mark.parametrize("url", ["data:" + ";" * 10**6, "data:" + ";base64" * 10**5])
+def test_a_url_with_a_long_head_costs_no_more_than_to_parse_it(eyes: Converter, url: str) -> None:
+    body = json.dumps(body_of(CHAT, {"type": "image_url", "image_url": {"url": url}})).encode()
+    tracemalloc.start()
+    try:
+        with pytest.raises(Refusal, match="data URL"):
+            eyes.read(CHAT, body)
+        assert tracemalloc.get_traced_memory()[1] < 15 * len(url)
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(
