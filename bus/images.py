@@ -11,9 +11,12 @@ from msgspec import structs
 
 from bus.bulk import Bulk
 from bus.bus import Bus, BusError, fail
-from bus.subjects import ENCODE_IMAGE, RELEASE_IMAGE, RESOLVE_IMAGE, Subject
+from bus.subjects import CANCEL_VISION, ENCODE_IMAGE, RELEASE_IMAGE, RESOLVE_IMAGE, Subject
 from schemas.bulk import Handle
 from schemas.failure import Code, Failure
+from schemas.liveness import ProcessExited
+from schemas.message import Role
+from schemas.request import Cancel
 from schemas.vision import EncodeImage, ImageEncoded, ImageResolved, ReleaseImage, ResolveImage
 
 M = TypeVar("M", ResolveImage, EncodeImage)
@@ -32,64 +35,110 @@ AGAIN = frozenset({Code.NO_RESPONDERS, Code.OVERLOADED, Code.SHUTTING_DOWN})
 """Another replica, or the same one a little later, may do it."""
 
 
-async def resolve_images(
-    bus: Bus, bulk: Bulk, files: Sequence[bytes], tenant: str, deadline_ns: int
-) -> list[ImageResolved | Failure]:
-    """What these files are as images, or why they are none; all are asked after at once. `deadline_ns` is unix time, 0
-    for none.
-    """
+def _never() -> bool:
+    return False
 
-    async def resolve(file: bytes) -> ImageResolved | Failure:
-        try:
-            image = await bulk.wrap(file, is_shared=True)
+
+class AnyVision:
+    """Whoever of the vision replicas is there. What one may have been at when it ended is asked anew."""
+
+    def __init__(self, bus: Bus, bulk: Bulk) -> None:
+        self._bus = bus
+        self._bulk = bulk
+        self._loss = asyncio.Event()
+
+    def on_exited(self, exited: ProcessExited) -> None:
+        """To be told of every process that ended: nobody else says that there will be no answer."""
+        if exited.ids(Role.VISION):
+            self._loss.set()
+            self._loss = asyncio.Event()
+
+    async def resolve(self, files: Sequence[bytes], tenant: str, deadline_ns: int) -> list[ImageResolved | Failure]:
+        """What these files are as images, or why they are none; all are asked after at once. `deadline_ns` is unix
+        time, 0 for none.
+        """
+
+        async def resolve(file: bytes) -> ImageResolved | Failure:
             try:
-                wanted = ResolveImage(image=image, tenant=tenant, deadline_ns=deadline_ns)
-                return await _ask_any(bus, RESOLVE_IMAGE, wanted)
-            finally:
-                if image.handle is not None:
-                    bulk.withdraw(image.handle)
-        except BusError as error:
-            return error.failure
+                image = await self._bulk.wrap(file, is_shared=True)
+                try:
+                    wanted = ResolveImage(image=image, tenant=tenant, deadline_ns=deadline_ns)
+                    return await self._ask(RESOLVE_IMAGE, wanted)
+                finally:
+                    if image.handle is not None:
+                        self._bulk.withdraw(image.handle)
+            except BusError as error:
+                return error.failure
 
-    return await asyncio.gather(*map(resolve, files))
+        return await asyncio.gather(*map(resolve, files))
 
+    async def encode(self, wanted: Sequence[EncodeImage], is_over: Callable[[], bool]) -> list[ImageEncoded]:
+        """The embeddings of these images of one request, all asked for at once. Once `is_over` nothing is asked anew.
 
-async def encode_images(
-    bus: Bus, wanted: Sequence[EncodeImage], loss: Callable[[], asyncio.Event], is_over: Callable[[], bool]
-) -> list[ImageEncoded]:
-    """The embeddings of these images, all asked for at once, and anew when `loss`, the event to wait for now, says that
-    a replica has ended: it may be the one that was at it. Once `is_over` nothing is asked anew.
-
-    Raises the first `BusError`: no_replica, overloaded, deadline_exceeded or vision_error. Then none is held for us.
-    """
-    tasks = [asyncio.create_task(_encode(bus, one, loss, is_over)) for one in wanted]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        made = [task.result() for task in tasks if task.done() and not task.cancelled() and task.exception() is None]
-        await release_images(bus, [(image.vision, image.embeddings) for image in made])
-        raise
-
-
-async def _encode(
-    bus: Bus, wanted: EncodeImage, loss: Callable[[], asyncio.Event], is_over: Callable[[], bool]
-) -> ImageEncoded:
-    while True:
-        asking = asyncio.create_task(_ask_any(bus, ENCODE_IMAGE, wanted, is_over))
-        losing = asyncio.create_task(loss().wait())
+        Raises the first `BusError`: no_replica, overloaded, deadline_exceeded or vision_error. Then none is held for
+        us, and the others need not be encoded any more.
+        """
+        tasks = [asyncio.create_task(self._ask(ENCODE_IMAGE, one, is_over)) for one in wanted]
         try:
-            await asyncio.wait([asking, losing], return_when=asyncio.FIRST_COMPLETED)
-            if asking.done():
-                return asking.result()
+            return await asyncio.gather(*tasks)
+        except BaseException as error:
+            for task in tasks:
+                task.cancel()
+            ended = [task for task in tasks if task.done() and not task.cancelled()]
+            made = [task.result() for task in ended if task.exception() is None]
+            await self.cancel(wanted[0].request_id)
+            await self.release([(image.vision, image.embeddings) for image in made])
+            if isinstance(error, BusError):
+                raise _typed(error) from None
+            raise
+
+    async def cancel(self, request_id: str) -> None:
+        """Whoever is at images of this request, nobody waits for them any more."""
+        await self._bus.tell(CANCEL_VISION.all(), Cancel(request_id=request_id))
+
+    async def release(self, held: Iterable[tuple[str, Handle]]) -> None:
+        """Tell the replicas that hold these, as (replica, handle), that nobody needs them any more."""
+        for vision, handle in held:
+            await self._bus.tell(RELEASE_IMAGE.at(vision), ReleaseImage(held=handle))
+
+    async def _ask(self, subject: Subject[M, R], wanted: M, is_over: Callable[[], bool] = _never) -> R:
+        """As `_ask_patiently`, begun anew whenever a replica ended."""
+        while True:
+            asking = asyncio.create_task(self._ask_patiently(subject, wanted, is_over))
+            losing = asyncio.create_task(self._loss.wait())
+            try:
+                await asyncio.wait([asking, losing], return_when=asyncio.FIRST_COMPLETED)
+                if asking.done():
+                    return asking.result()
+            finally:
+                asking.cancel()
+                losing.cancel()
             if is_over():
                 raise fail(Code.CANCELLED, "nobody waits for it any more")
-        except BusError as error:
-            raise _typed(error) from None
-        finally:
-            asking.cancel()
-            losing.cancel()
+
+    async def _ask_patiently(self, subject: Subject[M, R], wanted: M, is_over: Callable[[], bool]) -> R:
+        """The answer of one of them. While nobody is there, or has room, or answers, they are asked again.
+
+        Raises the last `BusError` when patience or the deadline is over, or `is_over`; any that asking again cannot
+        mend at once.
+        """
+        loop = asyncio.get_running_loop()
+        give_up_s, num_silences = loop.time() + PATIENCE_S, 0
+        while True:
+            now_ns = self._bus.seams.clock_ns()
+            until_ns = min(now_ns + int(TRY_S * 1e9), wanted.deadline_ns or sys.maxsize)
+            message = structs.replace(wanted, deadline_ns=until_ns)
+            try:
+                return await self._bus.ask(subject.any(), message, timeout_s=max(0, until_ns - now_ns) / 1e9)
+            except BusError as error:
+                is_silence = error.code is Code.DEADLINE_EXCEEDED
+                num_silences += is_silence
+                can_mend = num_silences < TRIES if is_silence else error.code in AGAIN and loop.time() < give_up_s
+                if 0 < wanted.deadline_ns <= self._bus.seams.clock_ns():
+                    raise fail(Code.DEADLINE_EXCEEDED, "the deadline of the request has passed") from None
+                if not can_mend or is_over():
+                    raise
+            await asyncio.sleep(PAUSE_S)
 
 
 def _typed(error: BusError) -> BusError:
@@ -99,34 +148,3 @@ def _typed(error: BusError) -> BusError:
     if error.code in (Code.OVERLOADED, Code.DEADLINE_EXCEEDED):
         return error
     return fail(Code.VISION_ERROR, error.failure.message)
-
-
-async def release_images(bus: Bus, held: Iterable[tuple[str, Handle]]) -> None:
-    """Tell the replicas that hold these, as (replica, handle), that nobody needs them any more."""
-    for vision, handle in held:
-        await bus.tell(RELEASE_IMAGE.at(vision), ReleaseImage(held=handle))
-
-
-async def _ask_any(bus: Bus, subject: Subject[M, R], wanted: M, is_over: Callable[[], bool] = lambda: False) -> R:
-    """The answer of one of them. While nobody is there, or has room, or answers, they are asked again.
-
-    Raises the last `BusError` when patience or the deadline is over, or `is_over`; any that asking again cannot mend at
-    once.
-    """
-    loop = asyncio.get_running_loop()
-    give_up_s, num_silences = loop.time() + PATIENCE_S, 0
-    while True:
-        now_ns = bus.seams.clock_ns()
-        until_ns = min(now_ns + int(TRY_S * 1e9), wanted.deadline_ns or sys.maxsize)
-        message = structs.replace(wanted, deadline_ns=until_ns)
-        try:
-            return await bus.ask(subject.any(), message, timeout_s=max(0, until_ns - now_ns) / 1e9)
-        except BusError as error:
-            is_silence = error.code is Code.DEADLINE_EXCEEDED
-            num_silences += is_silence
-            can_mend = num_silences < TRIES if is_silence else error.code in AGAIN and loop.time() < give_up_s
-            if 0 < wanted.deadline_ns <= bus.seams.clock_ns():
-                raise fail(Code.DEADLINE_EXCEEDED, "the deadline of the request has passed") from None
-            if not can_mend or is_over():
-                raise
-        await asyncio.sleep(PAUSE_S)

@@ -19,7 +19,7 @@ from bus.actor import Actor, Envelope, Handler
 from bus.bulk import Bulk
 from bus.bus import Bus, BusError, fail
 from bus.courier import Courier
-from bus.images import encode_images, release_images
+from bus.images import AnyVision
 from bus.insist import insist
 from bus.place import place
 from bus.subjects import DISPATCH, EXITED, RELEASE_PREFILL, ROUTE_PREFILL, TOKENS, Address, Subject
@@ -73,7 +73,7 @@ class Entrypoint(Actor):
         self._strikes: dict[Owner, int] = {}
         self._repairing: set[str] = set()
         self._encoding: set[str] = set()
-        self._vision_loss = asyncio.Event()
+        self._vision = AnyVision(bus, bulk)
 
     def handlers(self) -> Mapping[Subject[Any, Any], Handler]:
         return {
@@ -168,9 +168,7 @@ class Entrypoint(Actor):
         for role in (Role.PREFILL, Role.DECODE):
             for id in exited.ids(role):
                 self._lose(Owner(role, id), f"the process {exited.name} ended")
-        if exited.ids(Role.VISION):
-            self._vision_loss.set()
-            self._vision_loss = asyncio.Event()
+        self._vision.on_exited(exited)
 
     # Placing
 
@@ -191,7 +189,7 @@ class Entrypoint(Actor):
                 )
             except BusError as error:
                 self._end(request, Failed(failure=error.failure))
-        await release_images(self.bus, request.held())
+        await self._vision.release(request.held())
         if request.end is not None and request.owner is not None:
             await self._cancel_at(request.owner, request.id, request.epoch)
 
@@ -202,9 +200,7 @@ class Entrypoint(Actor):
             return
         self._encoding.add(request.id)
         try:
-            request.were_encoded(
-                await encode_images(self.bus, wanted, lambda: self._vision_loss, lambda: request.end is not None)
-            )
+            request.were_encoded(await self._vision.encode(wanted, lambda: request.end is not None))
         finally:
             self._encoding.discard(request.id)
 
@@ -254,7 +250,7 @@ class Entrypoint(Actor):
 
     def _end(self, request: Request, end: End) -> None:
         if request.id in self._encoding:  # we do not know by whom
-            self.spawn(self.bus.tell(subjects.CANCEL_VISION.all(), Cancel(request_id=request.id)))
+            self.spawn(self._vision.cancel(request.id))
         if self.shard.finish(request, end, self.now_s()):
             self._outbox.add(request.submit.recipe, request.id, request.epoch, len(request.tokens), [], end)
             self._close_span(request)

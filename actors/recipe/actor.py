@@ -25,7 +25,7 @@ from bus import subjects
 from bus.actor import Envelope, Handler
 from bus.bulk import Bulk
 from bus.bus import Bus, BusError, Delivery, fail
-from bus.images import release_images, resolve_images
+from bus.images import AnyVision
 from bus.insist import insist
 from bus.metrics import record_request
 from bus.public import PublicActor
@@ -63,6 +63,7 @@ class Recipe(PublicActor):
         self._intake = Intake()
         self._writer = StreamWriter(bus, bulk, Windows(), self.wake, lambda to: self._lose_gateway(to.split(".")[2]))
         self._shards = Shards()
+        self._vision = AnyVision(bus, bulk)
 
     def handlers(self) -> Mapping[Subject[Any, Any], Handler]:
         return {
@@ -140,9 +141,7 @@ class Recipe(PublicActor):
         """What its body says and its images are. Raises BusError and Refusal; then no image is held for us."""
         read = functools.partial(self._converter.read, call.protocol, await self._bulk.unwrap(call.body))
         draft = read() if call.body.size_bytes <= INLINE_BODY_BYTES else await self.bus.seams.run_beside(read)
-        found = await resolve_images(
-            self.bus, self._bulk, [image.data for image in draft.images], call.tenant, call.deadline_ns
-        )
+        found = await self._vision.resolve([image.data for image in draft.images], call.tenant, call.deadline_ns)
         images = [image for image in found if isinstance(image, ImageResolved)]
         for source, failure in zip(draft.images, found, strict=True):
             if isinstance(failure, Failure):
@@ -174,7 +173,7 @@ class Recipe(PublicActor):
 
     def _release(self, images: list[ImageResolved]) -> None:
         if images:
-            self.spawn(release_images(self.bus, [(image.vision, image.pixels) for image in images]))
+            self.spawn(self._vision.release([(image.vision, image.pixels) for image in images]))
 
     async def _submit(self, request: OpenRequest, call: Call, prepared: Prepared) -> None:
         """Have a shard take the request. Raises BusError; then nothing of it is left on offer."""
@@ -307,6 +306,7 @@ class Recipe(PublicActor):
             self._ask_after(self._open.of_shard(report.id))
 
     async def _on_exited(self, exited: ProcessExited, envelope: Envelope) -> None:
+        self._vision.on_exited(exited)
         for shard in exited.ids(Role.ENTRYPOINT):
             self._lose_shard(shard)
         for gateway in exited.ids(Role.GATEWAY):

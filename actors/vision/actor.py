@@ -218,7 +218,8 @@ class Vision(Actor):
 
 
 def _typed(reply: Message) -> Message:
-    """To a client it is the image that was lost; bytes are."""
+    """To a client it is the image that was lost, wherever its bytes were."""
     if isinstance(reply, Failure) and reply.code is Code.TRANSFER_FAILED:
-        return structs.replace(reply, code=Code.VISION_ERROR)
+        log.warning("an image could not be pulled: %s", reply.message)
+        return Failure(code=Code.VISION_ERROR, message="the image was lost on its way: send it again")
     return reply

@@ -252,6 +252,29 @@ def test_an_encoder_that_fails_is_a_typed_end(run_async: Run) -> None:
     run_async(main())
 
 
+def test_of_a_request_that_failed_no_other_image_is_encoded(run_async: Run) -> None:
+    async def main() -> None:
+        async with sighted(1) as eyes:
+            vision, encoder = eyes.core.actors["vision/v0"], eyes.encoders["v0"]
+            assert isinstance(vision, Vision)
+            encode = encoder.encode
+            encoder.gate.clear()
+
+            async def fail_once(images: Any) -> list[bytes]:
+                encoder.encode = encode  # type: ignore[method-assign]
+                raise RuntimeError("boom")
+
+            encoder.encode = fail_once  # type: ignore[method-assign]
+            _, end = await eyes.core.finish(await eyes.submit(*map(picture, ("red", "blue", "green"))))
+            assert isinstance(end, Failed) and end.failure.code is Code.VISION_ERROR
+            await until(lambda: len(vision._queue) == 0)
+            encoder.gate.set()
+            assert await quiet(eyes.core) == {}
+            assert len(encoder.encoded) <= 1  # what was begun meanwhile
+
+    run_async(main())
+
+
 @pytest.mark.parametrize("num_losses", [1, 2])
 def test_embeddings_that_prefill_cannot_get_are_encoded_once_more(run_async: Run, num_losses: int) -> None:
     async def main() -> None:

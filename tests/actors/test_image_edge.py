@@ -20,8 +20,10 @@ from bus import images as bus_images
 from bus.bulk import MemoryBulk
 from bus.bus import Bus
 from bus.memory import MemoryWire
+from bus.subjects import EXITED
 from schemas.api import Protocol
 from schemas.failure import Code, Failure
+from schemas.liveness import ProcessExited
 from schemas.request import Submit
 from tests.actors.bodies import CHAT, GENERATING, MESSAGES
 from tests.actors.clients import sdks
@@ -57,19 +59,25 @@ class Sight:
 
 @asynccontextmanager
 async def sight(card: ModelCard) -> AsyncIterator[Sight]:
-    async with edge(card) as system:
-        bus, bulk = Bus(MemoryWire(system.broker)), MemoryBulk(system.hub)
-        await bus.open()
-        await bulk.start()
-        vision, ready = Vision("v0", bus, bulk, FakeEncoder(), CONFIG), asyncio.Event()
-        running = asyncio.create_task(vision.run(ready.set))
-        await ready.wait()
-        try:
-            yield Sight(system, vision, bulk, bus)
-        finally:
-            running.cancel()
-            await asyncio.wait([running])
-            await bus.close()
+    async with edge(card) as system, seeing(system) as one:
+        yield one
+
+
+@asynccontextmanager
+async def seeing(system: Edge, id: str = "v0") -> AsyncIterator[Sight]:
+    """A vision replica beside this edge."""
+    bus, bulk = Bus(MemoryWire(system.broker)), MemoryBulk(system.hub)
+    await bus.open()
+    await bulk.start()
+    vision, ready = Vision(id, bus, bulk, FakeEncoder(), CONFIG), asyncio.Event()
+    running = asyncio.create_task(vision.run(ready.set))
+    await ready.wait()
+    try:
+        yield Sight(system, vision, bulk, bus)
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+        await bus.close()
 
 
 async def chat(client: openai.AsyncOpenAI, *blocks: Any, **fields: Any) -> tuple[str, int]:
@@ -219,6 +227,28 @@ def test_a_cancel_while_nobody_has_looked_yet(run_async: Run, sighted: ModelCard
             assert answer["error"]["code"] == "cancelled"
             await system.until_free()
             assert system.edge.entrypoint.submitted == {}
+
+    run_async(main())
+
+
+def test_a_replica_killed_while_it_looks_is_replaced_at_once(run_async: Run, sighted: ModelCard) -> None:
+    async def main() -> None:
+        async with sight(sighted) as system:
+            for _ in range(NUM_DECODING):
+                await system.vision._decoding.acquire()
+            client = await system.edge.client()
+            await client.send(CHAT, body_of(CHAT, RED))
+            async with asyncio.timeout(10):
+                while system.vision.load().num_running == 0:
+                    await asyncio.sleep(0)
+            assert isinstance(system.bus.wire, MemoryWire)
+            system.bus.wire.cut()
+            system.bulk.cut()
+            async with seeing(system.edge, "v1") as other:
+                exited = ProcessExited(name="eyes", pid=1, members=["vision/v0"])
+                await other.bus.tell(EXITED.all(), exited)
+                [answer] = await client.all()
+                assert answer["choices"][0]["message"]["content"] == "Hello there!"
 
     run_async(main())
 
