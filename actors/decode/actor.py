@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,12 +21,13 @@ from bus.bus import Bus, BusError
 from bus.courier import Courier
 from bus.subjects import CANCEL_DECODE, CLAIM, HAND_OVER, RELEASE_DECODE, RESEND_DECODE, TOKENS, Subject
 from kernels.engine import Admission, Engine, Sampling, StateError
-from schemas.failure import Code
+from schemas.failure import Code, Failure
 from schemas.handover import Claim, ClaimRefused, HandedOver, HandOver, Refused
 from schemas.message import Role
-from schemas.request import Cancel, CancelAcknowledged, Cancelled, Resend, TokensEmitted
+from schemas.request import Cancel, CancelAcknowledged, Cancelled, Failed, Resend, TokensEmitted
 from schemas.routing import LoadReported, Release
 
+log = logging.getLogger("shoal.decode")
 tracer = trace.get_tracer("shoal")
 
 PULL_S = 30.0
@@ -198,7 +200,12 @@ class Decode(Actor):
 
     async def _step(self, batch: list[Generation]) -> None:
         info = self._engine.info
-        new = await self._engine.decode([generation.id for generation in batch])
+        try:
+            new = await self._engine.decode([generation.id for generation in batch])
+        except ValueError:
+            log.exception("decode %s: a step of %d requests failed", self.id, len(batch))
+            self._fail(batch)
+            return
         self._num_rows += len(batch)
         self._num_new += sum(map(len, new))
         for generation, tokens in zip(batch, new, strict=True):
@@ -209,6 +216,15 @@ class Decode(Actor):
             self._outbox.add(
                 generation.offer.entrypoint, generation.id, generation.epoch, first, emitted, generation.end
             )
+
+    def _fail(self, batch: list[Generation]) -> None:
+        """A step of these failed: what the engine holds of them is good for nothing."""
+        why = f"decode {self.id} could not go on with the request, or one computed with it"
+        for generation in batch:
+            if generation.end is None:
+                generation.end = Failed(failure=Failure(code=Code.INTERNAL, message=why))
+                first, epoch = len(generation.tokens), generation.epoch
+                self._outbox.add(generation.offer.entrypoint, generation.id, epoch, first, [], generation.end)
 
     # Small things
 

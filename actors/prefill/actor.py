@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,6 +36,8 @@ from schemas.handover import Dispatch, Dispatched, HandOver, Refused
 from schemas.message import Role
 from schemas.request import Cancel, CancelAcknowledged, End, Failed, Resend, TokensEmitted
 from schemas.routing import LoadReported, Release, Route, Routed
+
+log = logging.getLogger("shoal.prefill")
 
 MAX_QUEUED = 1024
 """Requests here at most, waiting, computing or being handed over; more are refused."""
@@ -194,13 +197,19 @@ class Prefill(Actor):
                     await self._attach(job)
                 for job in hopeless:
                     why = f"{len(job.tokens)} prompt tokens do not fit into prefill {self.id}"
-                    await self._fail(job, Failure(code=Code.CONTEXT_LENGTH, message=why))
-                    self._drop(job)
+                    await self._reject(job, Failure(code=Code.CONTEXT_LENGTH, message=why))
             step = self.batch.next_step(self._engine.info.max_step_tokens)
             if not step:
                 self._has_work.clear()
                 continue
-            await self._engine.prefill([chunk for _, chunk in step])
+            try:
+                await self._engine.prefill([chunk for _, chunk in step])
+            except ValueError:
+                log.exception("prefill %s: a step of %d requests failed", self.id, len(step))
+                why = f"prefill {self.id} could not compute the request, or one computed with it"
+                for job, _ in step:
+                    await self._reject(job, Failure(code=Code.INTERNAL, message=why))
+                continue
             for job, chunk in step:
                 job.num_done += len(chunk.tokens)
                 if job.num_left == 0 and not job.is_cancelled:
@@ -213,20 +222,25 @@ class Prefill(Actor):
         try:
             self._engine.attach(job.id, job.images)
         except ValueError as error:
-            await self._fail(job, Failure(code=Code.VISION_ERROR, message=str(error)))
-            self._drop(job)
+            await self._reject(job, Failure(code=Code.VISION_ERROR, message=str(error)))
 
     async def _finish(self, job: Job) -> None:
         """The prompt is computed: take its state out of the engine, and let it go on its way."""
         state = await self._engine.export(job.id)
         self._engine.free(job.id)
         self.batch.remove(job)
+        job.images = []  # of no use any more, and large
         cancelled = asyncio.Event()
         self._leaving[job.id] = (job, cancelled)
         self.spawn(self._hand_over(job, state, cancelled))
 
+    async def _reject(self, job: Job, failure: Failure) -> None:
+        """A job that cannot be computed ends here. Only between steps."""
+        await self._fail(job, failure)
+        self._drop(job)
+
     def _drop(self, job: Job) -> None:
-        """A cancelled job leaves. Only between steps, or before it was admitted."""
+        """A job that is not computed leaves. Only between steps, or before it was admitted."""
         if job.is_admitted:
             self._engine.free(job.id)
         self.batch.remove(job)

@@ -1,0 +1,88 @@
+"""A step that an engine refuses ends the requests of that step, with a typed error, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from kernels.engine import Chunk
+from kernels.timed import StepCost, TimedEngine
+from run.virtual import run_virtual
+from schemas.failure import Code
+from schemas.request import Failed, Finished, FinishReason
+from tests.actors.builders import submit
+from tests.actors.core import VOCABULARY, core, info, quiet
+
+LENGTH = Finished(reason=FinishReason.LENGTH)
+COST = StepCost(step_ns=10_000_000)
+
+
+class Picky(TimedEngine):
+    """Fails in the middle of any step with a request whose id begins with `bad`; after `num_good` steps of it."""
+
+    def __init__(self, num_good: int = 0) -> None:
+        super().__init__(info(max_step_tokens=128), VOCABULARY, COST)
+        self.num_good = num_good
+
+    async def prefill(self, chunks: Sequence[Chunk]) -> int:
+        spent_ns = await super().prefill(chunks)
+        self._check([chunk.key for chunk in chunks])
+        return spent_ns
+
+    async def decode(self, keys: Sequence[str]) -> list[list[int]]:
+        new = await super().decode(keys)
+        self._check(keys)
+        return new
+
+    def _check(self, keys: Sequence[str]) -> None:
+        if any(key.startswith("bad") for key in keys):
+            self.num_good -= 1
+            if self.num_good < 0:
+                raise ValueError("secret: no numbers")
+
+
+@pytest.mark.parametrize("num_good", [0, 1, 2])
+def test_a_prefill_step_that_fails_ends_the_requests_of_that_step(num_good: int) -> None:
+    async def main() -> None:
+        async with core(0, 1, COST) as system:
+            await system.add_prefill("p0", Picky(num_good))
+            names = ["a", "b", "bad", "c", "d"]
+            ends = dict(
+                zip(
+                    names,
+                    await asyncio.gather(*(system.finish(submit(name, num_tokens=300)) for name in names)),
+                    strict=True,
+                )
+            )
+            assert [name for name, (_, end) in ends.items() if end == LENGTH] in (["a", "b", "c", "d"], ["a", "b", "d"])
+            for tokens, end in ends.values():
+                assert end == LENGTH or (tokens == [] and is_internal(end))
+            assert (await system.finish(submit("after")))[1] == LENGTH
+            assert not system.tasks["prefill/p0"].done()
+            assert await quiet(system) == {}
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("num_good", [0, 3])
+def test_a_decode_step_that_fails_ends_the_requests_of_that_step(num_good: int) -> None:
+    async def main() -> None:
+        async with core(1, 0, COST) as system:
+            await system.add_decode("d0", Picky(num_good))
+            others = [asyncio.create_task(system.finish(submit(name, num_tokens=300))) for name in ("a", "b")]
+            await asyncio.gather(*others)
+            together = [submit(name, max_tokens=20) for name in ("bad", "c")]
+            results = await asyncio.gather(*map(system.finish, together))
+            assert is_internal(results[0][1]) and len(results[0][0]) == num_good
+            assert results[1][1] == LENGTH or is_internal(results[1][1])
+            assert (await system.finish(submit("after")))[1] == LENGTH
+            assert not system.tasks["decode/d0"].done()
+            assert await quiet(system) == {}
+
+    run_virtual(main())
+
+
+def is_internal(end: object) -> bool:
+    return isinstance(end, Failed) and end.failure.code is Code.INTERNAL and "secret" not in end.failure.message
