@@ -40,7 +40,9 @@ class MoE:
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """`x` [padded rows, dim], normed -> [padded rows, dim]; rows that only fill a tile get the shared part."""
         c, r, num_rows = self.config, self.round, step.layout.num_rows
-        shared, logits = self.w_in.forward(x)
+        # Shared and routed experts read the same: what is quantised in the same way is quantised once.
+        read = self.quantize(x) if isinstance(self.up, torch.Tensor) else None
+        shared, logits = self.w_in.forward(x, read if self.quantize is fp8_qdq else None)
         bias = self.bias
         if step.images is not None and self.image_bias is not None:
             bias = torch.where(step.images[:, None], self.image_bias, bias)
@@ -52,6 +54,6 @@ class MoE:
         real = type(routes)(routes.experts[:num_rows], routes.weights[:num_rows])
         if isinstance(self.up, Fp4Weights) and isinstance(self.down, Fp4Weights):
             out[:num_rows] += run_fp4_experts(x[:num_rows], real, self.up, self.down, c.swiglu_limit, r)
-        elif isinstance(self.up, torch.Tensor) and isinstance(self.down, torch.Tensor):
-            out[:num_rows] += run_experts(x, real, self.up, self.down, c.swiglu_limit, r, self.quantize)
+        elif read is not None and isinstance(self.up, torch.Tensor) and isinstance(self.down, torch.Tensor):
+            out[:num_rows] += run_experts(read, real, self.up, self.down, c.swiglu_limit, r, self.quantize)
         return r(out)

@@ -25,7 +25,8 @@ class Projection:
     """`parts` [n_i, k] in the order of the outputs: those stored quantised first, then the plain ones."""
 
     def __init__(self, *parts: Weight) -> None:
-        self.sizes = [len(part) for part in parts]
+        self.quantized_sizes = [len(part) for part in parts if part.quantized]
+        self.plain_sizes = [len(part) for part in parts if not part.quantized]
         quantized = [part for part in parts if part.quantized]
         plain = [part.fp32 for part in parts if not part.quantized]
         if [part.quantized for part in parts] != [True] * len(quantized) + [False] * len(plain):
@@ -37,16 +38,15 @@ class Projection:
             self.quantized = stored if isinstance(stored, Fp8Weight) else by_columns(weight.fp32)
         self.plain = by_columns(torch.cat(plain)) if plain else None
 
-    def forward(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
-        """`x` [rows, k] -> one [rows, n_i] fp32, unrounded, per part."""
-        outputs = []
+    def forward(self, x: torch.Tensor, quantized: torch.Tensor | None = None) -> Sequence[torch.Tensor]:
+        """`x` [rows, k] -> one [rows, n_i] fp32, unrounded, per part. `quantized`: what `fp8_qdq` makes of `x`, if the
+        caller has it already."""
+        outputs: list[torch.Tensor] = []
         if isinstance(self.quantized, torch.Tensor):
-            outputs.append(linear(fp8_qdq(x), self.quantized))
+            product = linear(fp8_qdq(x) if quantized is None else quantized, self.quantized)
+            outputs += product.split_with_sizes(self.quantized_sizes, 1)
         elif self.quantized is not None:
-            outputs.append(fp8_linear(x, self.quantized))
+            outputs += fp8_linear(x, self.quantized).split_with_sizes(self.quantized_sizes, 1)
         if self.plain is not None:
-            outputs.append(linear(x, self.plain))
-        if len(self.sizes) == 1:
-            return outputs
-        joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
-        return joined.split_with_sizes(self.sizes, 1)
+            outputs += linear(x, self.plain).split_with_sizes(self.plain_sizes, 1)
+        return outputs

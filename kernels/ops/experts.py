@@ -73,15 +73,15 @@ def run_experts(
     rounding: Rounding,
     quantize: Rounding,
 ) -> torch.Tensor:
-    """Sum of the picked experts' outputs for `x` [rows, dim].
+    """Sum of the picked experts' outputs for `x` [rows, dim], which is quantised already where weights are.
 
     `w13` is [experts, 2 inter, dim], gate rows then up rows; `w2` [experts, dim, inter]. Rows are grouped by expert
-    in whole row tiles; a row's picks are added in pick order, in FP32. `quantize` is applied to the inputs of both
-    products: `fp8_qdq` for weights that are stored quantised, else `keep`.
+    in whole row tiles; a row's picks are added in pick order, in FP32. `quantize` is applied to the input of the
+    second product: `fp8_qdq` for weights that are stored quantised, else `keep`.
     """
     num_rows, num_picks = routes.experts.shape
     tiles = _group(routes.experts.numpy(), len(w13))
-    grouped = quantize(x).numpy()[tiles.source]
+    grouped = x.numpy()[tiles.source]
     h = activate(rounding(_per_expert(grouped, w13.numpy(), tiles)), limit)
     weights = np.zeros((len(grouped), 1), dtype=np.float32)  # of rows that fill a tile: no product with anything
     weights[tiles.place, 0] = routes.weights.numpy().ravel()
@@ -108,7 +108,7 @@ def run_fp4_experts(
 ) -> torch.Tensor:
     """`run_experts` with packed weights: `up` holds w1's rows, then w3's; `down` w2's."""
     w13, w2 = _unpacked(up), _unpacked(down)
-    return run_experts(x, routes, w13, w2, limit, rounding, fp8_qdq)
+    return run_experts(fp8_qdq(x), routes, w13, w2, limit, rounding, fp8_qdq)
 
 
 def _unpacked(weights: Fp4Weights) -> torch.Tensor:

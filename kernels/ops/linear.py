@@ -115,16 +115,6 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.cat([linear(x[:, group].contiguous(), weight[group]) for group in range(weight.shape[0])], 1)
 
 
-def enough_items(batch: torch.Tensor) -> torch.Tensor:
-    """`batch` [items, ...] with items repeated until there are as many as threads; for batched products.
-
-    With fewer, a library splits single items among the threads, and their summation order changes (measured with MKL:
-    6 rows on 2 threads become 3 and 3).
-    """
-    items, num_threads = batch.shape[0], torch.get_num_threads()
-    return batch if items >= num_threads else batch[torch.arange(num_threads) % items]
-
-
 @cache
 def heights(k: int, n: int) -> tuple[int, ...]:
     """Those of HEIGHTS whose products with a `[k, n]` matrix have the bits of products of ROW_TILE rows here.

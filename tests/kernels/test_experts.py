@@ -64,5 +64,5 @@ def test_packed_weights_give_what_unpacked_ones_give() -> None:
     x = torch.randn(5, 96, generator=generator)
     routes = Routes(torch.tensor([[0, 2], [2, 1], [0, 1], [1, 2], [2, 0]]), torch.rand(5, 2, generator=generator))
     w13, w2 = (torch.stack([dequantize_fp4(*one) for one in zip(*both, strict=True)]) for both in (up, down))
-    want = run_experts(x, routes, w13, w2, 10.0, keep, fp8_qdq)
+    want = run_experts(fp8_qdq(x), routes, w13, w2, 10.0, keep, fp8_qdq)
     assert torch.equal(run_fp4_experts(x, routes, up, down, 10.0, keep), want)

@@ -135,9 +135,9 @@ def _experts(report: Report, model: Model, block: Block, golden: Tensors, name: 
     report.rms(f"{name} shared expert", shared_out, golden["shared_out"], 0.01, 2)
     weight = round_(torch.tensor(0.7))  # as the golden run had it
     only = Routes(torch.zeros(len(x), 1, dtype=torch.int64), weight.expand(len(x), 1))
-    first = run_experts(x, only, moe.up, moe.down, limit, round_, moe.quantize)
+    first = run_experts(moe.quantize(x), only, moe.up, moe.down, limit, round_, moe.quantize)
     report.rms(f"{name} expert 0", first, golden["expert0_out_w0.7"], 0.01, 2)
-    routed = run_experts(x, routes, moe.up, moe.down, limit, round_, moe.quantize)
+    routed = run_experts(moe.quantize(x), routes, moe.up, moe.down, limit, round_, moe.quantize)
     report.rms(f"{name} all experts", round_(shared_out + routed), golden["moe_out"], 0.01, 2)
 
 

@@ -34,7 +34,7 @@ def run_experts(
     quantize: Rounding,
 ) -> torch.Tensor:
     """The same from FP32 weights, one expert after another: for checkpoints that are not quantised, which are small."""
-    x, out = quantize(x), x.new_empty(*routes.experts.shape, w2.shape[1])
+    out = x.new_empty(*routes.experts.shape, w2.shape[1])
     for expert in range(len(w13)):
         at = (routes.experts == expert).nonzero(as_tuple=True)
         if len(at[0]):
