@@ -30,7 +30,7 @@ def check_parts(report: Report, folder: Path, dtype: Dtype) -> None:
     model = load_model(folder, compute_dtype=dtype)
     path = folder / f"dspark_{dtype}.safetensors"
     if path.exists() and model.drafter is not None:
-        _drafts(report, model, load_file(path), f"{folder.name} {dtype} drafts", dtype)
+        check_drafts(report, model, load_file(path), f"{folder.name} {dtype} drafts", dtype)
     if dtype == "fp32" and (folder / "replay_derived_fp32.safetensors").exists():
         _replays(report, model, load_file(folder / "replay_derived_fp32.safetensors"), folder.name)
     if dtype == "bf16" and (folder / "moe_mhc.safetensors").exists():
@@ -39,7 +39,7 @@ def check_parts(report: Report, folder: Path, dtype: Dtype) -> None:
         _engram(report, model, load_file(folder / "engram.safetensors"), folder.name)
 
 
-def _drafts(report: Report, model: Model, data: Tensors, name: str, dtype: Dtype) -> None:
+def check_drafts(report: Report, model: Model, data: Tensors, name: str, dtype: Dtype) -> None:
     """The taps are given, so that no difference of the backbone comes in."""
     drafter, window = model.drafter, model.config.sliding_window
     assert drafter is not None
