@@ -40,7 +40,7 @@ def inspect(folder: Path, *, json: bool = False) -> int:
 
     try:
         return print_inspection(folder, as_json=json)
-    except ConfigError as error:
+    except (ConfigError, OSError) as error:
         raise SystemExit(str(error)) from None
 
 

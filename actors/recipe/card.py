@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from kernels.shards import read_shards
 
 
 class CardError(ValueError):
@@ -69,7 +70,7 @@ class ModelCard:
         text = config.get("text_config", config)
         context = _integer(text, "max_position_embeddings", path)
         name = str(ours.get("model", path.resolve().name))
-        has_vision = any(name.startswith("vision.") for name in _tensor_names(path))
+        has_vision = any(name.startswith("vision.") for name in read_shards(path).files)
         aliases = [str(alias) for alias in ours.get("aliases", [])]
         return cls(
             names=tuple(dict.fromkeys([name, *aliases])),
@@ -100,16 +101,3 @@ def _integer(values: dict[str, Any], key: str, folder: Path) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise CardError(f"{folder / 'config.json'}: {key} is missing or not a number")
     return value
-
-
-def _tensor_names(folder: Path) -> list[str]:
-    """The names in the index, or in the headers of the safetensors files (eight bytes of length, then JSON)."""
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        return list(_read(index).get("weight_map", {}))
-    names: list[str] = []
-    for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            names.extend(json.loads(file.read(length)))
-    return names

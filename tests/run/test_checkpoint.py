@@ -126,6 +126,8 @@ def test_inspecting_without_files_says_so(tmp_path: Path, capsys: pytest.Capture
 def test_inspecting_what_is_no_checkpoint_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"config\.json: not found"):
         inspect(tmp_path)
+    with pytest.raises(SystemExit, match=r"Not a directory: .*README\.md"):
+        inspect(TINY.parents[2] / "README.md")
 
 
 def test_ids_agree(tokenizer: Tokenizer) -> None:

@@ -42,6 +42,14 @@ def test_a_model_whose_file_is_cut_short(settings: Settings, tmp_path: Path) -> 
     assert not settings.home.exists(), "nothing was started"
 
 
+@pytest.mark.parametrize("content", [b"", b"abc", b"\xff" * 7 + b"\x7f{}", b"\3\0\0\0\0\0\0\0{a}"])
+def test_a_model_whose_file_is_none(settings: Settings, tmp_path: Path, content: bytes) -> None:
+    shutil.copytree(settings.model, tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").write_bytes(content)
+    with pytest.raises(SettingsError, match=r"SHOAL_MODEL: .*model\.safetensors: not a safetensors file"):
+        start(replace(settings, model=tmp_path / "model"))
+
+
 def test_keys_that_are_none(settings: Settings) -> None:
     with pytest.raises(SettingsError, match="SHOAL_API_KEYS: entry 1"):
         start(replace(settings, api_keys=",,="))
