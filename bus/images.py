@@ -35,10 +35,6 @@ AGAIN = frozenset({Code.NO_RESPONDERS, Code.OVERLOADED, Code.SHUTTING_DOWN})
 """Another replica, or the same one a little later, may do it."""
 
 
-def _never() -> bool:
-    return False
-
-
 class AnyVision:
     """Whoever of the vision replicas is there. What one may have been at when it ended is asked anew."""
 
@@ -53,9 +49,11 @@ class AnyVision:
             self._loss.set()
             self._loss = asyncio.Event()
 
-    async def resolve(self, files: Sequence[bytes], tenant: str, deadline_ns: int) -> list[ImageResolved | Failure]:
+    async def resolve(
+        self, files: Sequence[bytes], tenant: str, deadline_ns: int, is_over: Callable[[], bool]
+    ) -> list[ImageResolved | Failure]:
         """What these files are as images, or why they are none; all are asked after at once. `deadline_ns` is unix
-        time, 0 for none.
+        time, 0 for none. Once `is_over` nothing is asked anew.
         """
 
         async def resolve(file: bytes) -> ImageResolved | Failure:
@@ -63,7 +61,7 @@ class AnyVision:
                 image = await self._bulk.wrap(file, is_shared=True)
                 try:
                     wanted = ResolveImage(image=image, tenant=tenant, deadline_ns=deadline_ns)
-                    return await self._ask(RESOLVE_IMAGE, wanted)
+                    return await self._ask(RESOLVE_IMAGE, wanted, is_over)
                 finally:
                     if image.handle is not None:
                         self._bulk.withdraw(image.handle)
@@ -101,7 +99,7 @@ class AnyVision:
         for vision, handle in held:
             await self._bus.tell(RELEASE_IMAGE.at(vision), ReleaseImage(held=handle))
 
-    async def _ask(self, subject: Subject[M, R], wanted: M, is_over: Callable[[], bool] = _never) -> R:
+    async def _ask(self, subject: Subject[M, R], wanted: M, is_over: Callable[[], bool]) -> R:
         """As `_ask_patiently`, begun anew whenever a replica ended."""
         while True:
             asking = asyncio.create_task(self._ask_patiently(subject, wanted, is_over))
@@ -113,18 +111,16 @@ class AnyVision:
             finally:
                 asking.cancel()
                 losing.cancel()
-            if is_over():
-                raise fail(Code.CANCELLED, "nobody waits for it any more")
 
     async def _ask_patiently(self, subject: Subject[M, R], wanted: M, is_over: Callable[[], bool]) -> R:
         """The answer of one of them. While nobody is there, or has room, or answers, they are asked again.
 
-        Raises the last `BusError` when patience or the deadline is over, or `is_over`; any that asking again cannot
-        mend at once.
+        Raises the last `BusError` when patience is over, any that asking again cannot mend at once, deadline_exceeded,
+        and cancelled once `is_over`.
         """
         loop = asyncio.get_running_loop()
         give_up_s, num_silences = loop.time() + PATIENCE_S, 0
-        while True:
+        while not is_over():
             now_ns = self._bus.seams.clock_ns()
             until_ns = min(now_ns + int(TRY_S * 1e9), wanted.deadline_ns or sys.maxsize)
             message = structs.replace(wanted, deadline_ns=until_ns)
@@ -136,9 +132,10 @@ class AnyVision:
                 can_mend = num_silences < TRIES if is_silence else error.code in AGAIN and loop.time() < give_up_s
                 if 0 < wanted.deadline_ns <= self._bus.seams.clock_ns():
                     raise fail(Code.DEADLINE_EXCEEDED, "the deadline of the request has passed") from None
-                if not can_mend or is_over():
+                if not can_mend:
                     raise
             await asyncio.sleep(PAUSE_S)
+        raise fail(Code.CANCELLED, "nobody waits for it any more")
 
 
 def _typed(error: BusError) -> BusError:

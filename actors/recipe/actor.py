@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from msgspec import structs
@@ -131,17 +131,18 @@ class Recipe(PublicActor):
         try:
             if call.protocol is Protocol.MODELS:
                 return Answer(status=200, body=self._converter.models(await self._bulk.unwrap(call.body)))
-            draft, images = await self._read(call)
+            draft, images = await self._read(call, lambda: False)
             self._release(images)
             return Answer(status=200, body=self._converter.count(draft, images))
         except (Refusal, BusError) as error:
             return refused(call, error.failure)
 
-    async def _read(self, call: Call) -> tuple[Draft, list[ImageResolved]]:
+    async def _read(self, call: Call, is_over: Callable[[], bool]) -> tuple[Draft, list[ImageResolved]]:
         """What its body says and its images are. Raises BusError and Refusal; then no image is held for us."""
         read = functools.partial(self._converter.read, call.protocol, await self._bulk.unwrap(call.body))
         draft = read() if call.body.size_bytes <= INLINE_BODY_BYTES else await self.bus.seams.run_beside(read)
-        found = await self._vision.resolve([image.data for image in draft.images], call.tenant, call.deadline_ns)
+        files = [image.data for image in draft.images]
+        found = await self._vision.resolve(files, call.tenant, call.deadline_ns, is_over)
         images = [image for image in found if isinstance(image, ImageResolved)]
         for source, failure in zip(draft.images, found, strict=True):
             if isinstance(failure, Failure):
@@ -155,7 +156,7 @@ class Recipe(PublicActor):
         try:
             with trace.use_span(request.span, end_on_exit=False):
                 with self._intake.working(call.body.size_bytes):
-                    draft, images = await self._read(call)
+                    draft, images = await self._read(call, lambda: request.is_cancelled)
                     prepared = self._converter.finish(draft, images, self.bus.seams.random.getrandbits(63))
                     del draft  # with the files of its images
                 request.begin(self._converter, prepared, self.bus.seams.clock_ns() // 10**9)

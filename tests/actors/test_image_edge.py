@@ -231,6 +231,29 @@ def test_a_cancel_while_nobody_has_looked_yet(run_async: Run, sighted: ModelCard
     run_async(main())
 
 
+def test_after_a_cancel_nobody_is_asked_again(
+    run_async: Run, sighted: ModelCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bus_images, "TRY_S", 0.2)
+
+    async def main() -> None:
+        async with sight(sighted) as system:
+            for _ in range(NUM_DECODING):
+                await system.vision._decoding.acquire()
+            client, other = await system.edge.client(), await system.edge.client()
+            await client.send(CHAT, body_of(CHAT, RED))
+            async with asyncio.timeout(10):
+                while system.vision.load().num_running == 0:
+                    await asyncio.sleep(0)
+            [request] = system.edge.recipe._open
+            await other.send(Protocol.CANCEL, {"id": request.id})
+            [answer] = await client.all()
+            assert answer["error"]["code"] == "cancelled"
+            assert system.vision.load().num_running == 1
+
+    run_async(main())
+
+
 def test_a_replica_killed_while_it_looks_is_replaced_at_once(run_async: Run, sighted: ModelCard) -> None:
     async def main() -> None:
         async with sight(sighted) as system:
