@@ -27,6 +27,9 @@ TRIES = 3
 """How long one replica may take, its queue included, and how many may be silent: questions and answers can be lost. No
 question outlives its try, so asking again adds nothing to a queue."""
 
+MAX_LOSSES = 2
+"""How many replicas may end meanwhile: by the second it may be the image that ends them."""
+
 PATIENCE_S = 20.0
 """How long to wait for a replica to be there, or to have room: one restarts within this time."""
 
@@ -36,7 +39,7 @@ AGAIN = frozenset({Code.NO_RESPONDERS, Code.OVERLOADED, Code.SHUTTING_DOWN})
 
 
 class AnyVision:
-    """Whoever of the vision replicas is there. What one may have been at when it ended is asked anew."""
+    """Whoever of the vision replicas is there. What one may have been at when it ended is asked anew, once."""
 
     def __init__(self, bus: Bus, bulk: Bulk) -> None:
         self._bus = bus
@@ -100,8 +103,8 @@ class AnyVision:
             await self._bus.tell(RELEASE_IMAGE.at(vision), ReleaseImage(held=handle))
 
     async def _ask(self, subject: Subject[M, R], wanted: M, is_over: Callable[[], bool]) -> R:
-        """As `_ask_patiently`, begun anew whenever a replica ended."""
-        while True:
+        """As `_ask_patiently`, begun anew when a replica ended. Raises vision_error when that is over, too."""
+        for _ in range(MAX_LOSSES):
             asking = asyncio.create_task(self._ask_patiently(subject, wanted, is_over))
             losing = asyncio.create_task(self._loss.wait())
             try:
@@ -111,6 +114,7 @@ class AnyVision:
             finally:
                 asking.cancel()
                 losing.cancel()
+        raise fail(Code.VISION_ERROR, f"the image was given to {MAX_LOSSES} vision replicas that were lost")
 
     async def _ask_patiently(self, subject: Subject[M, R], wanted: M, is_over: Callable[[], bool]) -> R:
         """The answer of one of them. While nobody is there, or has room, or answers, they are asked again.

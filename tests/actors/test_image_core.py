@@ -198,6 +198,27 @@ def test_a_replica_killed_at_its_work_is_replaced_by_another(run_async: Run) -> 
     run_async(main())
 
 
+def test_an_image_at_which_two_replicas_ended_is_given_to_no_third(run_async: Run) -> None:
+    async def main() -> None:
+        async with sighted(1) as eyes:
+            wanted = await eyes.submit(picture())
+            await eyes.core.actors["vision/v0"].drain()  # it holds the pixels, and encodes nothing new
+            await eyes.core.send(wanted)
+            for id in ("v1", "v2"):
+                await eyes.with_vision(id)
+                eyes.encoders[id].gate.clear()
+                await eyes.encoders[id].at_it.wait()
+                await eyes.kill(id)
+            await eyes.with_vision("v3")
+            await eyes.core.listener.over("r1").wait()
+            end = eyes.core.listener.ends["r1"]
+            assert isinstance(end, Failed) and end.failure.code is Code.VISION_ERROR
+            assert eyes.encoders["v3"].encoded == []
+            assert await quiet(eyes.core) == {}
+
+    run_async(main())
+
+
 def test_images_lost_with_their_replica_are_a_typed_end(run_async: Run) -> None:
     async def main() -> None:
         async with sighted(1) as eyes:
