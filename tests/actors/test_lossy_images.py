@@ -13,7 +13,7 @@ from run.virtual import run_virtual
 from schemas.request import End, Failed, Finished, FinishReason
 from tests.actors.core import quiet
 from tests.actors.pictures import picture
-from tests.actors.test_image_core import sighted
+from tests.actors.sight import sighted
 from tests.actors.test_lossy_bus import LossyBroker
 
 LENGTH = Finished(reason=FinishReason.LENGTH)

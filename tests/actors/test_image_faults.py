@@ -1,0 +1,199 @@
+"""Vision replicas and embeddings that are lost: what can be done again is, the rest is said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from actors.vision.actor import Vision
+from bus import images as bus_images
+from bus.bus import fail
+from schemas.bulk import Handle
+from schemas.failure import Code
+from schemas.request import Failed, Finished, FinishReason
+from tests.actors.builders import submit
+from tests.actors.core import quiet
+from tests.actors.pictures import picture
+from tests.actors.sight import sighted, until
+from tests.conftest import Run
+
+LENGTH = Finished(reason=FinishReason.LENGTH)
+
+
+def test_without_vision_the_end_is_typed(run_async: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bus_images, "PATIENCE_S", 0.2)
+
+    async def main() -> None:
+        async with sighted() as eyes:
+            wanted = await eyes.submit(picture())
+            await eyes.kill("v0")
+            _, end = await eyes.core.finish(wanted)
+            assert isinstance(end, Failed) and end.failure.code is Code.NO_REPLICA
+            assert "vision" in end.failure.message
+            assert (await eyes.core.finish(submit("text")))[1] == LENGTH
+
+    run_async(main())
+
+
+def test_a_vision_replica_that_comes_back_in_time_is_waited_for(run_async: Run) -> None:
+    async def main() -> None:
+        async with sighted() as eyes:
+            wanted = await eyes.submit(picture())
+            await eyes.core.actors["vision/v0"].drain()  # it holds the pixels, and encodes nothing new
+            await eyes.core.send(wanted)
+            await eyes.with_vision("v1")
+            await eyes.core.listener.over("r1").wait()
+            assert eyes.core.listener.ends["r1"] == LENGTH
+            assert len(eyes.encoders["v1"].encoded) == 1
+
+    run_async(main())
+
+
+def test_a_replica_killed_at_its_work_is_replaced_by_another(run_async: Run) -> None:
+    async def main() -> None:
+        async with sighted(1) as eyes:
+            wanted = await eyes.submit(picture())
+            calm, _ = await eyes.core.finish(wanted)
+            wanted = await eyes.submit(picture(), request_id="r2")
+            await eyes.core.actors["vision/v0"].drain()
+            await eyes.with_vision("v1")
+            await eyes.with_vision("v2")
+            for id in ("v1", "v2"):
+                eyes.encoders[id].gate.clear()
+            await eyes.core.send(wanted)
+            await until(lambda: any(eyes.encoders[id].at_it.is_set() for id in ("v1", "v2")))
+            victim, other = ("v1", "v2") if eyes.encoders["v1"].at_it.is_set() else ("v2", "v1")
+            eyes.encoders[other].gate.set()
+            await eyes.kill(victim)
+            await eyes.core.listener.over("r2").wait()
+            assert eyes.core.listener.ends["r2"] == LENGTH
+            assert eyes.core.listener.tokens["r2"] == calm
+            assert len(eyes.encoders[other].encoded) == 1
+            assert await quiet(eyes.core) == {}
+
+    run_async(main())
+
+
+def test_an_image_at_which_two_replicas_ended_is_given_to_no_third(run_async: Run) -> None:
+    async def main() -> None:
+        async with sighted(1) as eyes:
+            wanted = await eyes.submit(picture())
+            await eyes.core.actors["vision/v0"].drain()  # it holds the pixels, and encodes nothing new
+            await eyes.core.send(wanted)
+            for id in ("v1", "v2"):
+                await eyes.with_vision(id)
+                eyes.encoders[id].gate.clear()
+                await eyes.encoders[id].at_it.wait()
+                await eyes.kill(id)
+            await eyes.with_vision("v3")
+            await eyes.core.listener.over("r1").wait()
+            end = eyes.core.listener.ends["r1"]
+            assert isinstance(end, Failed) and end.failure.code is Code.VISION_ERROR
+            assert eyes.encoders["v3"].encoded == []
+            assert await quiet(eyes.core) == {}
+
+    run_async(main())
+
+
+def test_images_lost_with_their_replica_are_a_typed_end(run_async: Run) -> None:
+    async def main() -> None:
+        async with sighted(1) as eyes:
+            eyes.encoders["v0"].gate.clear()
+            wanted = await eyes.submit(picture())
+            await eyes.core.send(wanted)
+            await eyes.encoders["v0"].at_it.wait()
+            await eyes.kill("v0")
+            await eyes.with_vision("v1")  # restarted, without the pixels
+            await eyes.core.listener.over("r1").wait()
+            end = eyes.core.listener.ends["r1"]
+            assert isinstance(end, Failed) and end.failure.code is Code.VISION_ERROR
+            assert (await eyes.core.finish(await eyes.submit(picture(), request_id="r2")))[1] == LENGTH
+            assert await quiet(eyes.core) == {}
+
+    run_async(main())
+
+
+def test_lost_questions_are_asked_again(run_async: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bus_images, "TRY_S", 0.2)
+
+    async def main() -> None:
+        async with sighted(1) as eyes:
+            wire, lost = eyes.core.wires["entrypoint/e0"], list[str]()
+            publish = wire.publish
+
+            async def lossy(subject: str, body: bytes, **rest: Any) -> None:
+                if subject.endswith(".encode") and len(lost) < 2:
+                    lost.append(subject)
+                else:
+                    await publish(subject, body, **rest)
+
+            wire.publish = lossy  # type: ignore[method-assign]
+            assert (await eyes.core.finish(await eyes.submit(picture())))[1] == LENGTH
+            lost.clear()
+            monkeypatch.setattr(bus_images, "TRIES", 2)
+            _, end = await eyes.core.finish(await eyes.submit(picture(), request_id="r2"))
+            assert isinstance(end, Failed) and end.failure.code is Code.DEADLINE_EXCEEDED
+            assert await quiet(eyes.core) == {}
+
+    run_async(main())
+
+
+def test_an_encoder_that_fails_is_a_typed_end(run_async: Run) -> None:
+    async def main() -> None:
+        async with sighted(1) as eyes:
+            eyes.encoders["v0"].error = RuntimeError("boom")
+            _, end = await eyes.core.finish(await eyes.submit(picture("red"), picture("blue")))
+            assert isinstance(end, Failed) and end.failure.code is Code.VISION_ERROR
+            assert await quiet(eyes.core) == {}
+
+    run_async(main())
+
+
+def test_of_a_request_that_failed_no_other_image_is_encoded(run_async: Run) -> None:
+    async def main() -> None:
+        async with sighted(1) as eyes:
+            vision, encoder = eyes.core.actors["vision/v0"], eyes.encoders["v0"]
+            assert isinstance(vision, Vision)
+            encode = encoder.encode
+            encoder.gate.clear()
+
+            async def fail_once(images: Any) -> list[bytes]:
+                encoder.encode = encode  # type: ignore[method-assign]
+                raise RuntimeError("boom")
+
+            encoder.encode = fail_once  # type: ignore[method-assign]
+            _, end = await eyes.core.finish(await eyes.submit(*map(picture, ("red", "blue", "green"))))
+            assert isinstance(end, Failed) and end.failure.code is Code.VISION_ERROR
+            await until(lambda: len(vision._queue) == 0)
+            encoder.gate.set()
+            assert await quiet(eyes.core) == {}
+            assert len(encoder.encoded) <= 1  # what was begun meanwhile
+
+    run_async(main())
+
+
+@pytest.mark.parametrize("num_losses", [1, 2])
+def test_embeddings_that_prefill_cannot_get_are_encoded_once_more(run_async: Run, num_losses: int) -> None:
+    async def main() -> None:
+        async with sighted(1) as eyes:
+            left, bulk = num_losses, eyes.core.bulks["prefill/p0"]
+            pull = bulk.pull
+
+            async def lossy_pull(handle: Handle, *, timeout_s: float) -> bytes:
+                nonlocal left
+                if left:
+                    left -= 1
+                    raise fail(Code.TRANSFER_FAILED, "lost")
+                return await pull(handle, timeout_s=timeout_s)
+
+            bulk.pull = lossy_pull  # type: ignore[method-assign]
+            _, end = await eyes.core.finish(await eyes.submit(picture()))
+            if num_losses == 1:
+                assert end == LENGTH
+            else:
+                assert isinstance(end, Failed) and end.failure.code is Code.VISION_ERROR
+            assert len(eyes.encoders["v0"].encoded) == 2
+            assert await quiet(eyes.core) == {}
+
+    run_async(main())
