@@ -104,10 +104,20 @@ def _sums(num: int) -> tuple[_Sum, _Sum]:
     if _products_add_in_order(num):
         over_columns, over_rows = (partial(np.dot, matrix) for matrix in _sum_matrices(num))
         return over_columns, over_rows
+    return _adders(num)
+
+
+def _adders(num: int) -> tuple[_Sum, _Sum]:
+    """`_sums` without products: terms added one by one."""
 
     def added(axis: int) -> _Sum:
         def call(terms: Array, sums: Array) -> None:
-            sums[:] = _added_in_order(terms, num, axis)
+            cube = terms[:-1].reshape(num, num, -1)
+            total = cube[0] if axis == 0 else cube[:, 0]
+            for number in range(1, num):
+                total = total + (cube[number] if axis == 0 else cube[:, number])
+            total = total + terms[-1]
+            sums.reshape(cube.shape)[:] = total[None] if axis == 0 else total[:, None]
 
         return call
 
@@ -122,25 +132,16 @@ def _sum_matrices(num: int) -> tuple[Array, Array]:
     return np.hstack((np.kron(ones, each), guard)), np.hstack((np.kron(each, ones), guard))
 
 
-def _added_in_order(terms: Array, num: int, axis: int) -> Array:
-    cube = terms[:-1].reshape(num, num, -1)
-    total = cube.take(0, axis)
-    for number in range(1, num):
-        total = total + cube.take(number, axis)
-    wide: Array = np.broadcast_to(np.expand_dims(total + terms[-1], axis), cube.shape)
-    return wide.reshape(num * num, -1)
-
-
 @cache
 def _products_add_in_order(num: int) -> bool:
     """Whether products with `_sum_matrices` have the bits of sums added in order, at every height."""
     terms = np.random.default_rng(num).random((num * num + 1, HEIGHTS[-1]), dtype=np.float32)
-    return all(
-        np.array_equal(np.dot(matrix, np.ascontiguousarray(terms[:, :height])), want[:, :height])
-        for axis, matrix in enumerate(_sum_matrices(num))
-        for want in [_added_in_order(terms, num, axis)]
-        for height in HEIGHTS
-    )
+    for add, matrix in zip(_adders(num), _sum_matrices(num), strict=True):
+        want = np.empty_like(terms[:-1])
+        add(terms, want)
+        if not all(np.array_equal(np.dot(matrix, terms[:, :height].copy()), want[:, :height]) for height in HEIGHTS):
+            return False
+    return True
 
 
 @cache

@@ -33,6 +33,23 @@ def test_clamps_come_before_the_activation() -> None:
     torch.testing.assert_close(activate(h, 10.0), want, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("num", [5, 8, 33])
+def test_a_row_alone_is_routed_and_activated_as_in_company(num: int) -> None:
+    generator = torch.Generator().manual_seed(num)
+    logits, bias = torch.randn(131, num, generator=generator) * 6, torch.rand(131, num, generator=generator)
+    logits[:, 1], bias[:, 1] = logits[:, 0], bias[:, 0]  # equal ones: the lower id first
+    whole, h = route(logits, bias, 3, 1.5), torch.randn(131, 2 * num, generator=generator) * 20
+    active = activate(h, 10.0)
+    picked = (torch.nn.functional.softplus(logits).sqrt() + bias).sort(stable=True, descending=True).indices[:, :3]
+    assert torch.equal(whole.experts, picked)
+    torch.testing.assert_close(whole.weights.sum(1), torch.full((131,), 1.5))
+    for row in range(131):
+        only = slice(row, row + 1)
+        one = route(logits[only], bias[only], 3, 1.5)
+        assert torch.equal(one.experts, whole.experts[only]) and torch.equal(one.weights, whole.weights[only])
+        assert torch.equal(activate(h[only], 10.0), active[only])
+
+
 def test_grouping_equals_one_row_at_a_time() -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(37, 64, generator=generator)

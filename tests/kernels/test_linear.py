@@ -34,7 +34,7 @@ def test_weights_may_lie_in_rows_too() -> None:
 
 def test_without_the_probe_the_bits_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = torch.randn(150, 192), torch.randn(64, 192)
-    assert 64 in module.heights(192, 64)  # else this machine never takes the quick way, which is correct too
+    assert len(module.heights(192, 64)) > 1  # else this machine never takes the quick way, which is correct too
     want = linear(x, weight)
     monkeypatch.setattr(module, "heights", lambda k, n: (ROW_TILE,))
     assert torch.equal(linear(x, weight), want)
