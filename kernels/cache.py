@@ -27,7 +27,8 @@ class StatePool:
     back: rings hold that many rows more than the arithmetic needs.
     With `drafts`, a window ring per draft stage too. `num_blocks`: of 128 tokens; without it every slot can be full.
     All lie on `device`, but the token ids, which only the host reads; exported state is on the host.
-    Rows outside a request's valid length may hold anything finite; freeing costs nothing.
+    Rows outside a request's valid length may hold anything, but no NaN of another request: hidden or not, attention adds
+    them up. So `alloc` clears what hidden rows are read from.
     """
 
     def __init__(
@@ -92,6 +93,8 @@ class StatePool:
             raise PoolFull(f"{free}: no room for {room} tokens")
         slot = self._free.pop()
         self.kv.reserve(slot, room)
+        self.swa[:, slot] = 0
+        self.draft_swa[:, slot] = 0
         self._used.add(slot)
         self._room[slot] = room
         self._length[slot] = self._floor[slot] = 0

@@ -50,6 +50,8 @@ class KVPages:
         blocks = self._pages.take(num_blocks_of(num_tokens))
         self.tables[slot, : len(blocks)] = blocks
         self._num_reserved[slot] = len(blocks)
+        for pages in self.main.values():  # what a row without picks reads, and hides
+            pages[int(self.tables[slot, 0]), 0] = 0
 
     def free(self, slot: int) -> None:
         """Let go of a slot's blocks; those that somebody else holds live on."""

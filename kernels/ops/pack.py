@@ -42,7 +42,7 @@ def pack(x: torch.Tensor, record: Record) -> torch.Tensor:
     """
     bits, group = record.value
     rows, dim = x.shape
-    groups = x.reshape(rows, -1, group)
+    groups = x.reshape(rows, dim // group, group)
     amax = groups.abs().amax(-1)
     if record is Record.MAIN:
         scale = (amax.clamp_(min=6 * 2.0**-9) / 6).clamp_(max=448).to(torch.float8_e4m3fn)
@@ -92,14 +92,16 @@ def unpack(records: torch.Tensor, record: Record) -> torch.Tensor:
     else:
         values = torch.view_as_real(_E2M1_PAIRS.index_select(0, codes.reshape(-1)))
     scale = (_E4M3 if record is Record.MAIN else _E8M0).index_select(0, scales.reshape(-1))
-    return values.view(num, -1, group).mul_(scale.view(num, -1, 1)).view(num, dim)
+    return values.view(num, dim // group, group).mul_(scale.view(num, dim // group, 1)).view(num, dim)
 
 
 def _e2m1_codes(x: torch.Tensor) -> torch.Tensor:
-    """The code of the nearest E2M1 value, ties to the even code, saturating: [...] fp32 -> uint8."""
+    """The code of the nearest E2M1 value, ties to the even code, saturating: [...] fp32 -> uint8; of NaN, for which
+    there is none, that of some value."""
     size = x.abs().clamp_(max=6.0)
     step = size.clamp(min=1.0).view(torch.int32).bitwise_and_(_EXPONENT).view(torch.float32).mul_(scalar(0.5))
     twice = size.div_(step).round_().mul_(step).mul_(scalar(2.0)).to(torch.int32)
+    twice.bitwise_and_(15)  # changes only what became of NaN: an index for which there is no code
     codes = _CODE_OF_TWICE.index_select(0, twice.view(-1)).view(x.shape)
     return codes.add_(x.signbit().view(torch.uint8).mul_(_SIGN))
 

@@ -118,6 +118,33 @@ def test_an_image_stands_where_image_tokens_do(run_async: Run) -> None:
     run_async(main())
 
 
+def test_an_image_that_overflows_ends_with_its_request(run_async: Run) -> None:
+    """Its rows are finite, what the layers make of them is not; the next request in the slot reads none of it."""
+
+    async def main() -> None:
+        local = LocalEngine(FOLDER, num_slots=1, max_step_tokens=64)
+        await local.start()
+
+        async def generate(text: list[int], images: list[ImageRows]) -> list[int]:
+            assert local.admit("r", 60, GREEDY) is Admission.OK
+            try:
+                local.attach("r", images)
+                await local.prefill([Chunk("r", np.array(text, np.uint32))])
+                return [token for _ in range(3) for token in (await local.decode(["r"]))[0]]
+            finally:
+                local.free("r")
+
+        text = list(range(5, 35))
+        want = await generate(text, [])
+        huge = np.full(span(0).shape, 3e38, np.float32)
+        with pytest.raises(ValueError, match="NaN"):
+            await generate([5, 6, 7, *[IMAGE_TOKEN] * len(huge), *text], [ImageRows(3, huge.tobytes())])
+        assert await generate(text, []) == want
+        await local.close()
+
+    run_async(main())
+
+
 @pytest.mark.parametrize("make", [engine, lambda: TimedEngine(TIMED, range(3, 99))])
 def test_only_before_the_first_chunk(run_async: Run, make: Callable[[], Engine]) -> None:
     async def main() -> None:

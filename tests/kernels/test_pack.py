@@ -66,3 +66,20 @@ def test_window_rows_survive_packing_as_values() -> None:
     values = quant.fp8_qdq(x)
     again = gather(pack(values, Record.WINDOW), torch.arange(len(x)), Record.WINDOW)
     assert torch.equal(again.view(torch.int32), values.view(torch.int32))
+
+
+@pytest.mark.parametrize(("record", "quantize"), PAIRS)
+def test_no_rows_pack_to_no_rows(record: Record, quantize: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    records = pack(torch.empty(0, 96), record)
+    assert records.shape == (0, record.row_bytes(96))
+    assert gather(records, torch.empty(0, dtype=torch.int64), record).shape == (0, 96)
+
+
+@pytest.mark.parametrize("record", Record)
+def test_what_is_not_a_number_spoils_its_own_row_only(record: Record) -> None:
+    x = torch.full((3, 96), 6.0)
+    x[1, 40] = torch.nan
+    values = gather(pack(x, record), torch.arange(3), record)
+    assert torch.equal(values[[0, 2]], x[[0, 2]])
+    if record is not Record.INDEX:  # of E2M1 and E8M0: a number, and its main row tells
+        assert values[1].isnan().any()
