@@ -40,7 +40,7 @@ from schemas.routing import LoadReported, Release, Route, Routed
 log = logging.getLogger("shoal.prefill")
 
 MAX_QUEUED = 1024
-"""Requests here at most, waiting, computing or being handed over; more are refused."""
+"""Requests here at most, from their arrival to the end of their hand-over; more are refused."""
 
 MAX_IMAGE_BYTES = 2 << 30
 """Encoded images of all of them; more are refused."""
@@ -103,7 +103,7 @@ class Prefill(Actor):
         if dispatch.num_prompt_tokens >= limit:
             reason = f"the prompt has {dispatch.num_prompt_tokens} tokens, the limit is {limit} with the answer"
             return Refused(reason=reason, is_final=True)
-        if self.is_draining or len(self.batch) + len(self._leaving) >= MAX_QUEUED:
+        if self.is_draining or len(self._pulling) + len(self.batch) + len(self._leaving) >= MAX_QUEUED:
             return Refused(reason=f"prefill {self.id} takes no more requests now")
         if dispatch.prompt.handle is None and not dispatch.images:
             return self._queue(dispatch, dispatch.prompt.inline, [], envelope)

@@ -12,6 +12,7 @@ from actors.prefill.actor import Prefill
 from actors.prefill.batch import Job
 from actors.vision.actor import Vision
 from kernels.timed import StepCost
+from schemas.bulk import Handle
 from schemas.failure import Code
 from schemas.request import Cancelled, Failed, Finished, FinishReason, Limits
 from tests.actors.builders import submit
@@ -98,6 +99,34 @@ def test_a_replica_without_room_for_images_refuses_and_another_takes_them(
             await eyes.core.listener.over("r1").wait()
             assert eyes.core.listener.ends["r1"] == LENGTH
             assert len(eyes.encoders["v0"].encoded) == 1  # the same embeddings served all attempts
+            assert await quiet(eyes.core) == {}
+
+    run_async(main())
+
+
+def test_requests_that_still_pull_count(run_async: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill_actor, "MAX_QUEUED", 1)
+
+    async def main() -> None:
+        async with sighted(1) as eyes:
+            prefill, bulk = eyes.core.actors["prefill/p0"], eyes.core.bulks["prefill/p0"]
+            assert isinstance(prefill, Prefill)
+            pull, gate, most = bulk.pull, asyncio.Event(), 0
+
+            async def slow_pull(handle: Handle, *, timeout_s: float) -> bytes:
+                nonlocal most
+                most = max(most, len(prefill._pulling))
+                await gate.wait()
+                return await pull(handle, timeout_s=timeout_s)
+
+            bulk.pull = slow_pull  # type: ignore[method-assign]
+            submits = [await eyes.submit(picture(), request_id=f"r{i}") for i in range(3)]
+            ends = [asyncio.create_task(eyes.core.finish(one)) for one in submits]
+            await until(lambda: len(eyes.encoders["v0"].encoded) == 3)
+            await asyncio.sleep(0.05)
+            gate.set()
+            assert [end for _, end in await asyncio.gather(*ends)] == [LENGTH] * 3
+            assert most == 1
             assert await quiet(eyes.core) == {}
 
     run_async(main())
