@@ -6,16 +6,20 @@ import asyncio
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from actors.prefill import actor as prefill_actor
 from actors.prefill.actor import Prefill
 from actors.prefill.batch import Job
 from actors.vision.actor import Vision
+from bus.bus import BusError, fail
+from bus.subjects import DISPATCH
 from kernels.timed import StepCost
-from schemas.bulk import Handle
+from schemas.bulk import Handle, Payload
 from schemas.failure import Code
+from schemas.handover import Refused
 from schemas.request import Cancelled, Failed, Finished, FinishReason, Limits
-from tests.actors.builders import submit
+from tests.actors.builders import dispatch, submit
 from tests.actors.core import core, quiet
 from tests.actors.pictures import picture
 from tests.actors.sight import sighted, until
@@ -108,26 +112,22 @@ def test_requests_that_still_pull_count(run_async: Run, monkeypatch: pytest.Monk
     monkeypatch.setattr(prefill_actor, "MAX_QUEUED", 1)
 
     async def main() -> None:
-        async with sighted(1) as eyes:
-            prefill, bulk = eyes.core.actors["prefill/p0"], eyes.core.bulks["prefill/p0"]
-            assert isinstance(prefill, Prefill)
-            pull, gate, most = bulk.pull, asyncio.Event(), 0
+        async with core() as system:
+            bulk, gate = system.bulks["prefill/p0"], asyncio.Event()
 
-            async def slow_pull(handle: Handle, *, timeout_s: float) -> bytes:
-                nonlocal most
-                most = max(most, len(prefill._pulling))
+            async def never_pull(handle: Handle, *, timeout_s: float) -> bytes:
                 await gate.wait()
-                return await pull(handle, timeout_s=timeout_s)
+                raise fail(Code.TRANSFER_FAILED, "lost")
 
-            bulk.pull = slow_pull  # type: ignore[method-assign]
-            submits = [await eyes.submit(picture(), request_id=f"r{i}") for i in range(3)]
-            ends = [asyncio.create_task(eyes.core.finish(one)) for one in submits]
-            await until(lambda: len(eyes.encoders["v0"].encoded) == 3)
-            await asyncio.sleep(0.05)
+            bulk.pull = never_pull  # type: ignore[method-assign]
+            handle = Handle(address="mem://x", key="k", generation=1, size_bytes=20, checksum=0)
+            sent = [structs.replace(dispatch(f"r{i}"), prompt=Payload(handle=handle)) for i in range(2)]
+            bus = system.listener.bus
+            first = asyncio.create_task(bus.ask(DISPATCH.at("p0"), sent[0], timeout_s=5))
+            assert isinstance(await bus.ask(DISPATCH.at("p0"), sent[1], timeout_s=5), Refused)
             gate.set()
-            assert [end for _, end in await asyncio.gather(*ends)] == [LENGTH] * 3
-            assert most == 1
-            assert await quiet(eyes.core) == {}
+            with pytest.raises(BusError, match="lost"):
+                await first
 
     run_async(main())
 
