@@ -27,8 +27,8 @@ class StatePool:
     back: rings hold that many rows more than the arithmetic needs.
     With `drafts`, a window ring per draft stage too. `num_blocks`: of 128 tokens; without it every slot can be full.
     All lie on `device`, but the token ids, which only the host reads; exported state is on the host.
-    Rows outside a request's valid length may hold anything, but no NaN of another request: hidden or not, attention adds
-    them up. So `alloc` clears what hidden rows are read from.
+    Rows outside a request's valid length may hold anything, but no NaN of another request: attention adds up what is
+    hidden, too. So `alloc` clears what hidden rows are read from.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class StatePool:
         }
         for name, ring, rows in self._rings(length):
             records = pack(window_values(ring[:, slot, rows].flatten(0, 1)), Record.WINDOW)
-            tensors[name] = records.view(len(ring), len(rows), -1).cpu()
+            tensors[name] = records.view(len(ring), len(rows), self.kv.layout.window_bytes).cpu()
         for layer, pair in self.pair.items():
             tensors[f"pair.{layer}"] = pair[slot, self._pair_index(length)].cpu()
         return tensors
@@ -219,7 +219,7 @@ class StatePool:
         for name, ring, rows in self._rings(length):
             records = tensors[name].flatten(0, 1).to(self.device)
             values = gather(records, torch.arange(len(records), device=self.device), Record.WINDOW)
-            ring[:, slot, rows] = window_rows(values).view(len(ring), len(rows), -1)
+            ring[:, slot, rows] = window_rows(values).view(len(ring), len(rows), ring.shape[-1])
         for layer, pair in self.pair.items():
             pair[slot, pair_rows] = tensors[f"pair.{layer}"].to(self.device)
         self._length[slot] = self._floor[slot] = length

@@ -52,6 +52,15 @@ def test_truncate_reaches_back_max_rollback_and_no_further(mini: Model, pool: St
         pool.truncate(slot, 31)  # going forward again does not restore what an earlier overwrite lost
 
 
+def test_nothing_moves_too(mini: Model) -> None:
+    pool = StatePool(mini.config, 2, 32, drafts=True)
+    first, second = pool.alloc(), pool.alloc()
+    run(mini, pool, second, range(20))
+    pool.import_(second, pool.export(first))
+    assert pool.length(second) == 0
+    assert torch.equal(run(mini, pool, second, range(9)), run(mini, pool, first, range(9)))
+
+
 def test_import_refuses_what_does_not_fit_and_leaves_the_slot_alone(mini: Model, pool: StatePool) -> None:
     slot = pool.alloc()
     run(mini, pool, slot, range(33))
