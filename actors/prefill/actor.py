@@ -111,12 +111,12 @@ class Prefill(Actor):
         num_bytes = sum(image.embeddings.size_bytes for other in pulled for image in other.images)
         if self.batch.num_image_bytes + num_bytes > MAX_IMAGE_BYTES:
             return Refused(reason=f"prefill {self.id} has no room for more images now")
+        self._pulling[dispatch.request_id] = dispatch  # now: a cancel may be right behind
         self.spawn(self._pull_and_queue(dispatch, envelope))
         return None
 
     async def _pull_and_queue(self, dispatch: Dispatch, envelope: Envelope) -> None:
         """A long prompt comes by handle, as images do. Meanwhile it can be asked after, and cancelled."""
-        self._pulling[dispatch.request_id] = dispatch
         try:
             prompt, *rows = await asyncio.gather(
                 self._bulk.unwrap(dispatch.prompt, timeout_s=PULL_S),

@@ -13,13 +13,13 @@ from actors.prefill.actor import Prefill
 from actors.prefill.batch import Job
 from actors.vision.actor import Vision
 from bus.bus import BusError, fail
-from bus.subjects import DISPATCH
+from bus.subjects import CANCEL_PREFILL, DISPATCH
 from kernels.timed import StepCost
 from schemas.bulk import Handle, Payload
 from schemas.failure import Code
 from schemas.handover import Refused
-from schemas.request import Cancelled, Failed, Finished, FinishReason, Limits
-from tests.actors.builders import dispatch, submit
+from schemas.request import Cancel, Cancelled, Failed, Finished, FinishReason, Limits
+from tests.actors.builders import dispatch, prompt_bytes, submit
 from tests.actors.core import core, quiet
 from tests.actors.pictures import picture
 from tests.actors.sight import sighted, until
@@ -124,10 +124,27 @@ def test_requests_that_still_pull_count(run_async: Run, monkeypatch: pytest.Monk
             sent = [structs.replace(dispatch(f"r{i}"), prompt=Payload(handle=handle)) for i in range(2)]
             bus = system.listener.bus
             first = asyncio.create_task(bus.ask(DISPATCH.at("p0"), sent[0], timeout_s=5))
+            await asyncio.sleep(0)
             assert isinstance(await bus.ask(DISPATCH.at("p0"), sent[1], timeout_s=5), Refused)
             gate.set()
             with pytest.raises(BusError, match="lost"):
                 await first
+
+    run_async(main())
+
+
+def test_a_cancel_right_behind_its_dispatch_finds_it(run_async: Run) -> None:
+    async def main() -> None:
+        async with core() as system:
+            bus, bulk = system.listener.bus, await system.bulk("recipe/rc0")
+            handle = bulk.offer(prompt_bytes(5), lease_s=60)
+            sent = structs.replace(dispatch(), prompt=Payload(handle=handle))
+            asked = asyncio.create_task(bus.ask(DISPATCH.at("p0"), sent, timeout_s=5))
+            await asyncio.sleep(0)
+            cancel = Cancel(request_id="r1", epoch=1)
+            assert (await bus.ask(CANCEL_PREFILL.at("p0"), cancel, timeout_s=5)).was_running
+            with pytest.raises(BusError, match="cancelled"):
+                await asked
 
     run_async(main())
 
