@@ -82,7 +82,10 @@ class StateError(ValueError):
 
 
 class Engine(Protocol):
-    """See the module's docstring for the order of calls. Keys are request ids; an unknown key is a KeyError."""
+    """See the module's docstring for the order of calls. Keys are request ids; an unknown key is a KeyError.
+
+    A step that raises ValueError leaves its own requests undefined, to be freed, and all others as they were.
+    """
 
     @property
     def info(self) -> EngineInfo: ...

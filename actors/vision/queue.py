@@ -53,9 +53,9 @@ class Queue:
         """The first job whose pixels are here: one that still pulls does not hold up the others."""
         return next((job for job in self._jobs if job.pixels), None)
 
-    def remove(self, job: Job) -> bool:
-        """It is answered. False if it was before."""
-        return self._jobs.pop(job, self) is None
+    def remove(self, job: Job) -> None:
+        """It is answered. Idempotent."""
+        self._jobs.pop(job, None)
 
     def expire(self, now_ns: int) -> list[Job]:
         """Those nobody waits for any more. They are not here afterwards."""
