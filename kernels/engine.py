@@ -119,7 +119,7 @@ class Engine(Protocol):
     async def export(self, key: str) -> bytes:
         """The state of a request, complete: whoever restores it goes on with the same tokens.
 
-        Raises ValueError for a bounded prompt that is not computed to its end.
+        Raises ValueError for a bounded prompt that is not computed to its end, and for one whose numbers overflowed.
         """
         ...
 

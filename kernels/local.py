@@ -136,7 +136,7 @@ class LocalEngine:
 
     async def export(self, key: str) -> bytes:
         request = self._requests.to_export(key)
-        return await self._thread.run(lambda: self._export(request))
+        return await self._thread.run(lambda: self._export(key, request))
 
     async def restore(self, key: str, state: bytes) -> None:
         request = self._requests.to_restore(key)
@@ -240,8 +240,10 @@ class LocalEngine:
         tokens = model.drafter.draft(runs, [request.sampling for request in requests], pool).tokens.tolist()
         return [drafted[:most] for drafted, most in zip(tokens, room, strict=True)]
 
-    def _export(self, request: _Request) -> bytes:
+    def _export(self, key: str, request: _Request) -> bytes:
         _, pool = self._loaded()
+        if request.hidden is not None and not bool(request.hidden.isfinite().all()):
+            raise ValueError(f"request {key}: what was computed of its prompt are no numbers")
         tensors = {name: tensor.contiguous() for name, tensor in pool.export(request.slot).items()}
         if request.hidden is not None:
             tensors["hidden"] = request.hidden.cpu()

@@ -226,7 +226,12 @@ class Prefill(Actor):
 
     async def _finish(self, job: Job) -> None:
         """The prompt is computed: take its state out of the engine, and let it go on its way."""
-        state = await self._engine.export(job.id)
+        try:
+            state = await self._engine.export(job.id)
+        except ValueError:
+            log.exception("prefill %s: the state of a request cannot be exported", self.id)
+            await self._reject(job, Failure(code=Code.INTERNAL, message="the prompt cannot be computed"))
+            return
         self._engine.free(job.id)
         self.batch.remove(job)
         job.images = []  # of no use any more, and large

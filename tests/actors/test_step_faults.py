@@ -66,6 +66,24 @@ def test_a_prefill_step_that_fails_ends_the_requests_of_that_step(num_good: int)
     run_virtual(main())
 
 
+def test_a_prompt_that_cannot_be_exported_ends_alone() -> None:
+    class Sealed(TimedEngine):
+        async def export(self, key: str) -> bytes:
+            if key == "bad":
+                raise ValueError("secret: no numbers")
+            return await super().export(key)
+
+    async def main() -> None:
+        async with core(0, 1, COST) as system:
+            await system.add_prefill("p0", Sealed(info(), VOCABULARY, COST))
+            ends = await asyncio.gather(*(system.finish(submit(name)) for name in ("a", "bad", "c")))
+            assert [end == LENGTH for _, end in ends] == [True, False, True] and is_internal(ends[1][1])
+            assert not system.tasks["prefill/p0"].done()
+            assert await quiet(system) == {}
+
+    run_virtual(main())
+
+
 @pytest.mark.parametrize("num_good", [0, 3])
 def test_a_decode_step_that_fails_ends_the_requests_of_that_step(num_good: int) -> None:
     async def main() -> None:

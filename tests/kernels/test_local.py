@@ -10,7 +10,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from kernels.checkpoint import CheckpointError
 from kernels.config import ConfigError
@@ -100,6 +102,33 @@ def test_blocks_limit_what_is_admitted_before_slots_do(run_async: Run) -> None:
 
     run_async(main())
     assert engine(num_slots=2).info.capacity_tokens == 2 * 8192  # they are small: all slots can be full
+
+
+def test_a_prompt_whose_numbers_overflow_is_not_exported(tmp_path: Path, run_async: Run) -> None:
+    """Finite weights can be too large for a token: whoever takes its state over would fail, with all its company."""
+    shutil.copytree(TINY, tmp_path / "model")
+    weights = load_file(TINY / "model.safetensors")
+    weights["embed.weight"][9] = 3e38
+    save_file(weights, tmp_path / "model" / "model.safetensors")
+
+    async def main() -> None:
+        local = engine(tmp_path / "model")
+        await local.start()
+        good, bad = np.full(20, 8, dtype=np.uint32), np.full(20, 9, dtype=np.uint32)
+        for key in ("good", "bad"):
+            assert local.admit(key, 30, GREEDY) is Admission.OK
+        await local.prefill([Chunk("bad", bad), Chunk("good", good)])
+        with pytest.raises(ValueError, match="bad: .* no numbers"):
+            await local.export("bad")
+        together = await local.export("good")
+        local.free("bad")
+        local.free("good")
+        assert local.admit("alone", 30, GREEDY) is Admission.OK
+        await local.prefill([Chunk("alone", good)])
+        assert await local.export("alone") == together
+        await local.close()
+
+    run_async(main())
 
 
 def test_the_same_seed_repeats_and_another_differs(run_async: Run) -> None:
