@@ -25,6 +25,13 @@ _FIXED: dict[str, Any] = {
     "tie_word_embeddings": False,
     "attention_bias": False,
 }
+# The draft stages' keys, and those of candidates and Engram, say nothing in a model that has none.
+_POSITIVE = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "qk_rope_head_dim"),
+    *("q_lora_rank", "o_lora_rank", "o_groups", "moe_intermediate_size", "n_routed_experts", "num_experts_per_tok"),
+    *("swiglu_limit", "max_position_embeddings", "rope_theta", "compress_rope_theta", "sliding_window"),
+    *("index_n_heads", "index_head_dim", "index_topk", "hc_mult", "hc_sinkhorn_iters"),
+)
 _TOP_LEVEL = {name: name for name in ("bos_token_id", "eos_token_id", "pad_token_id", "image_token_id")}
 _TOP_LEVEL["vision"] = "vision_config"
 
@@ -207,6 +214,17 @@ class ModelConfig:
             if not holds:
                 raise ConfigError(f"text_config.{what}")
 
+        for name in _POSITIVE:
+            need(getattr(self, name) > 0, f"{name} must be positive")
+        for name, value in vars(self.rope_scaling).items():
+            need(value > 0, f"rope_scaling.{name} must be positive")
+        need(self.rms_norm_eps >= 0 and self.hc_eps >= 0, "rms_norm_eps and hc_eps must not be negative")
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            if not 0 <= getattr(self, name) < self.vocab_size:
+                raise ConfigError(f"{name} is not in the vocabulary")
+        need(0 <= self.engram_pad_token_id < self.vocab_size, "engram_pad_token_id is not in the vocabulary")
+        for name in ("kv_source_layer_ids", "index_source_layer_ids", "engram_layer_ids"):
+            need(all(0 <= layer < self.num_hidden_layers for layer in getattr(self, name)), f"{name} must name layers")
         need(len(self.compress_ratios) >= self.num_hidden_layers, "compress_ratios has fewer entries than layers")
         ratios = self.compress_ratios[: self.num_hidden_layers]
         need(set(ratios) <= {0, 1, 2}, "compress_ratios may hold 0, 1 and 2 only")

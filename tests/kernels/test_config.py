@@ -37,6 +37,13 @@ def test_roles_of_the_layers() -> None:
         (lambda c: c["text_config"].update(compress_ratios=[0, 2]), "text_config.compress_ratios has fewer"),
         (lambda c: c["text_config"].update(kv_source_layer_ids=[4, 6]), "kv_source_layer_ids: none for layer 2"),
         (lambda c: c["text_config"].update(head_dim=48), "text_config.head_dim must be a multiple of 32"),
+        (lambda c: c["text_config"].update(o_groups=0), "text_config.o_groups must be positive"),
+        (lambda c: c["text_config"].update(sliding_window=-1), "text_config.sliding_window must be positive"),
+        (lambda c: c["text_config"]["rope_scaling"].update(beta_fast=0), "text_config.rope_scaling.beta_fast"),
+        (lambda c: c["text_config"].update(rms_norm_eps=-1), "text_config.rms_norm_eps"),
+        (lambda c: c["text_config"].update(engram_pad_token_id=-1), "engram_pad_token_id is not in the vocabulary"),
+        (lambda c: c["text_config"].update(index_source_layer_ids=[2, 4, 6, 99]), "index_source_layer_ids must name"),
+        (lambda c: c.update(bos_token_id=256), "bos_token_id is not in the vocabulary"),
         (lambda c: c["text_config"].update(candidate_topk_blocks=4), "text_config.candidate_topk_blocks"),
     ],
 )
