@@ -58,9 +58,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def multiply(x: Array, weight: Array, out: Array) -> None:
     """`linear` of `x` [rows, k] into `out` [rows, n]."""
-    matrix = weight.T
-    if not matrix.flags.c_contiguous:  # another layout is another routine
-        matrix = np.ascontiguousarray(matrix)
+    x, matrix = np.ascontiguousarray(x), np.ascontiguousarray(weight.T)  # another layout is another routine
     rows = len(x)
     num_missing = -rows % ROW_TILE
     if num_missing:
@@ -75,7 +73,7 @@ def multiply(x: Array, weight: Array, out: Array) -> None:
 def each_linear(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """`linear` of every `x` [items, rows, k] and its own of `weights` [items, n, k] -> [items, rows, n] on a CPU."""
     rows, (n, k) = x.shape[1], weights.shape[1:]
-    if rows in heights(k, n):
+    if rows in heights(k, n)[1:]:
         return torch.from_numpy(np.matmul(x.numpy(), weights.numpy().transpose(0, 2, 1)))
     return torch.stack([linear(*pair) for pair in zip(x, weights, strict=True)])
 
@@ -106,7 +104,7 @@ def fp8_linear(x: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
     a block's product or after it is the same.
     """
     quantized, values = fp8_qdq(x), by_columns(dequantize_blocks(*weight))
-    parts = [linear(quantized[:, k : k + 32].contiguous(), values[:, k : k + 32]) for k in range(0, x.shape[1], 32)]
+    parts = [linear(quantized[:, k : k + 32], values[:, k : k + 32]) for k in range(0, x.shape[1], 32)]
     total = parts[0]
     for part in parts[1:]:
         total = total + part
@@ -115,7 +113,7 @@ def fp8_linear(x: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
 
 def grouped_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`x` [rows, groups, k] with a weight [groups, n, k] each -> [rows, groups * n]."""
-    return torch.cat([linear(x[:, group].contiguous(), weight[group]) for group in range(weight.shape[0])], 1)
+    return torch.cat([linear(x[:, group], weight[group]) for group in range(weight.shape[0])], 1)
 
 
 @cache

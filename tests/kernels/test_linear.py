@@ -3,7 +3,17 @@ import pytest
 import torch
 
 from kernels.ops import linear as module
-from kernels.ops.linear import HEIGHTS, ROW_TILE, Fp8Weight, by_columns, cuts, fp8_linear, grouped_linear, linear
+from kernels.ops.linear import (
+    HEIGHTS,
+    ROW_TILE,
+    Fp8Weight,
+    by_columns,
+    cuts,
+    each_linear,
+    fp8_linear,
+    grouped_linear,
+    linear,
+)
 from tests.kernels.conftest import golden
 
 SHAPES = [(24, 768), (352, 192), (8, 64), (256, 1536)]
@@ -32,6 +42,11 @@ def test_weights_may_lie_in_rows_too() -> None:
     assert torch.equal(by_columns(weight), weight) and by_columns(weight).stride() == (1, 32)
 
 
+def test_inputs_may_lie_in_columns_too() -> None:
+    x, weight = torch.randn(64, 8).T, by_columns(torch.randn(33, 64))
+    assert torch.equal(linear(x, weight), linear(x.contiguous(), weight))
+
+
 def test_without_the_probe_the_bits_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = torch.randn(150, 192), torch.randn(64, 192)
     assert len(module.heights(192, 64)) > 1  # else this machine never takes the quick way, which is correct too
@@ -47,6 +62,17 @@ def test_the_probe_notices_another_order(monkeypatch: pytest.MonkeyPatch) -> Non
     real = module._product
     monkeypatch.setattr(module, "_product", reversed_when_tall)
     assert max(module.heights.__wrapped__(192, 64)) <= 64
+
+
+def test_a_library_that_fails_every_probe_gets_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_product", lambda x, matrix: np.full((len(x), matrix.shape[1]), np.nan, np.float32))
+    monkeypatch.setattr(module, "heights", module.heights.__wrapped__)
+    x, weight = torch.randn(2, 8, 64), torch.randn(2, 33, 64)
+    assert module.heights(64, 33) == (ROW_TILE,)
+    assert torch.equal(each_linear(x, weight), torch.stack([linear(x[0], weight[0]), linear(x[1], weight[1])]))
+    x = x[:, :ROW_TILE]
+    monkeypatch.setattr(np, "matmul", None)
+    assert torch.equal(each_linear(x, weight)[1], linear(x[1], weight[1]))
 
 
 def test_cuts_are_as_tall_as_is_allowed() -> None:
