@@ -53,7 +53,7 @@ class AnyVision:
             self._loss = asyncio.Event()
 
     async def resolve(
-        self, files: Sequence[bytes], tenant: str, deadline_ns: int, is_over: Callable[[], bool]
+        self, files: Sequence[bytes], deadline_ns: int, is_over: Callable[[], bool]
     ) -> list[ImageResolved | Failure]:
         """What these files are as images, or why they are none; all are asked after at once. `deadline_ns` is unix
         time, 0 for none. Once `is_over` nothing is asked anew.
@@ -63,7 +63,7 @@ class AnyVision:
             try:
                 image = await self._bulk.wrap(file, is_shared=True)
                 try:
-                    wanted = ResolveImage(image=image, tenant=tenant, deadline_ns=deadline_ns)
+                    wanted = ResolveImage(image=image, deadline_ns=deadline_ns)
                     return await self._ask(RESOLVE_IMAGE, wanted, is_over)
                 finally:
                     if image.handle is not None:

@@ -13,7 +13,6 @@ class ResolveImage(Message, frozen=True):
     """
 
     image: Payload
-    tenant: str
     deadline_ns: int = 0
 
 

@@ -142,7 +142,7 @@ class Recipe(PublicActor):
         read = functools.partial(self._converter.read, call.protocol, await self._bulk.unwrap(call.body))
         draft = read() if call.body.size_bytes <= INLINE_BODY_BYTES else await self.bus.seams.run_beside(read)
         files = [image.data for image in draft.images]
-        found = await self._vision.resolve(files, call.tenant, call.deadline_ns, is_over)
+        found = await self._vision.resolve(files, call.deadline_ns, is_over)
         images = [image for image in found if isinstance(image, ImageResolved)]
         for source, failure in zip(draft.images, found, strict=True):
             if isinstance(failure, Failure):

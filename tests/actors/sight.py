@@ -41,7 +41,7 @@ class Sighted:
         """A request of five tokens, an image, five tokens, an image, …"""
         bus, images, prompt = self.core.listener.bus, list[Image](), prompt_bytes(5)
         for file in files:
-            wanted = ResolveImage(image=Payload(inline=file), tenant="t")
+            wanted = ResolveImage(image=Payload(inline=file))
             found = await bus.ask(RESOLVE_IMAGE.any(), wanted, timeout_s=TIMEOUT_S)
             names = ("num_tokens", "digest", "width", "height", "vision", "pixels")
             images.append(Image(start=len(prompt) // 4, **{name: getattr(found, name) for name in names}))

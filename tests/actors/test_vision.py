@@ -50,7 +50,7 @@ class Sight:
     bulk: MemoryBulk
 
     async def resolve(self, data: bytes) -> ImageResolved:
-        wanted = ResolveImage(image=await self.bulk.wrap(data), tenant="t")
+        wanted = ResolveImage(image=await self.bulk.wrap(data))
         return await self.bus.ask(RESOLVE_IMAGE.any(), wanted, timeout_s=TIMEOUT_S)
 
     async def encode(self, image: ImageResolved, request_id: str = "r1", **fields: Any) -> ImageEncoded:
@@ -168,7 +168,7 @@ def test_our_own_faults_are_vision_errors_and_the_next_image_is_served(
             gone = Handle(address="mem://gone", key="0" * 32, generation=1, size_bytes=9, checksum=0)
             failure = await fails(system.encode(replaced(image, pixels=gone)))
             assert failure.code is Code.VISION_ERROR and "mem:" not in failure.message
-            wanted = ResolveImage(image=Payload(handle=gone), tenant="t")
+            wanted = ResolveImage(image=Payload(handle=gone))
             asking = system.bus.ask(RESOLVE_IMAGE.any(), wanted, timeout_s=TIMEOUT_S)
             assert (await fails(asking)).code is Code.VISION_ERROR
             monkeypatch.setattr(vision_actor, "prepare", lambda data, config: 1 / 0)
@@ -237,7 +237,7 @@ def test_what_nobody_waits_for_is_not_encoded(run_async: Run) -> None:
             failure = await fails(system.encode(image, deadline_ns=system.bus.seams.clock_ns() - 1))
             assert failure.code is Code.DEADLINE_EXCEEDED
             assert system.encoder.encoded == []
-            late = ResolveImage(image=Payload(inline=picture()), tenant="t", deadline_ns=1)
+            late = ResolveImage(image=Payload(inline=picture()), deadline_ns=1)
             failure = await fails(system.bus.ask(RESOLVE_IMAGE.any(), late, timeout_s=TIMEOUT_S))
             assert failure.code is Code.DEADLINE_EXCEEDED
 

@@ -146,7 +146,7 @@ MESSAGES: list[Message] = [
     Ping(),
     Pong(role="decode", id="d", incarnation="i", num_queued=3),
     ProcessExited(name="n", pid=2, members=["decode/d"]),
-    ResolveImage(image=Payload(inline=b"GIF"), tenant="t"),
+    ResolveImage(image=Payload(inline=b"GIF")),
     ImageResolved(vision="v", digest="0d" * 16, width=546, height=300, num_tokens=184, pixels=HANDLE),
     IMAGE,
     EncodeImage(request_id="r", image=IMAGE, deadline_ns=1 << 60),
