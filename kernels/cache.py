@@ -196,9 +196,10 @@ class StatePool:
         return tensors
 
     def import_(self, slot: int, tensors: dict[str, torch.Tensor]) -> None:
-        """Put an exported request into an allocated slot, whose former contents are lost.
+        """Put an exported request into an allocated slot that holds no tokens.
 
-        Raises ValueError when the slot is not in use, the request does not fit, or a tensor is missing or misshapen.
+        Raises ValueError when the slot is not in use or not empty, the request does not fit, or a tensor is missing or
+        misshapen.
         """
         self._need(slot)
         if "length" not in tensors:
@@ -226,7 +227,7 @@ class StatePool:
         self._starts[slot] = starts
 
     def import_prefix(self, slot: int, tensors: dict[str, torch.Tensor]) -> None:
-        """Put the cached compressed rows of a prefix into an allocated slot, without window rows (encoder replay).
+        """Put the cached compressed rows of a prefix into an empty slot, without window rows (encoder replay).
 
         `tokens`, `main.{layer}` and `index_k.{layer}` as `export` gives them for the prefix; `KVLayout.split` makes the
         latter of cached blocks. The slot's length is then one window short of it: the caller computes those tokens
@@ -242,6 +243,8 @@ class StatePool:
         self._length[slot] = self._floor[slot] = self._starts[slot].encoder
 
     def _check_prefix(self, slot: int, length: int, tensors: dict[str, torch.Tensor]) -> None:
+        if self._length[slot]:  # its blocks may have other holders by now
+            raise ValueError(f"slot {slot} holds {self._length[slot]} tokens, only an empty one imports")
         if not 0 <= length <= self._room[slot]:
             raise ValueError(f"imported state of {length} tokens does not fit in {self._room[slot]}")
         _checked(tensors, "tokens", (length,), self.tokens.dtype)

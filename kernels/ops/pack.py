@@ -7,17 +7,14 @@ from enum import Enum
 import torch
 
 from kernels.ops.dispatch import by_device
-from kernels.ops.quant import fp8_qdq
+from kernels.ops.quant import E2M1_PAIRS, fp8_qdq
 from kernels.ops.rounding import scalar
 
-_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 _CODE_OF_TWICE = torch.tensor([0, 1, 2, 3, 4, 0, 5, 0, 6, 0, 0, 0, 7], dtype=torch.uint8)
 _EXPONENT, _SIGN = torch.tensor(0x7F800000, dtype=torch.int32), torch.tensor(8, dtype=torch.uint8)
 _BYTES = torch.arange(256, dtype=torch.uint8)
 _E4M3 = _BYTES.view(torch.float8_e4m3fn).to(torch.float32)
 _E8M0 = _BYTES.view(torch.float8_e8m0fnu).to(torch.float32)
-# Both values of a byte as one complex number: one look-up instead of two, and no interleaving.
-_E2M1_PAIRS = torch.view_as_complex(torch.stack((_E2M1.repeat(16), _E2M1.repeat_interleave(16)), 1))
 
 
 class Record(Enum):
@@ -90,7 +87,7 @@ def unpack(records: torch.Tensor, record: Record) -> torch.Tensor:
     if bits == 8:
         values = _E4M3.index_select(0, codes.reshape(-1))
     else:
-        values = torch.view_as_real(_E2M1_PAIRS.index_select(0, codes.reshape(-1)))
+        values = torch.view_as_real(E2M1_PAIRS.index_select(0, codes.reshape(-1)))
     scale = (_E4M3 if record is Record.MAIN else _E8M0).index_select(0, scales.reshape(-1))
     return values.view(num, dim // group, group).mul_(scale.view(num, dim // group, 1)).view(num, dim)
 

@@ -38,7 +38,7 @@ _E4M3 = _Format.of(3, -6)
 _E2M1_VALUES = _Format.of(1, 0)
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 # Both values of a byte, the low half first, as one complex number: a table read half as often.
-_E2M1_PAIRS = torch.view_as_complex(torch.stack((_E2M1.repeat(16), _E2M1.repeat_interleave(16)), 1))
+E2M1_PAIRS = torch.view_as_complex(torch.stack((_E2M1.repeat(16), _E2M1.repeat_interleave(16)), 1))
 
 
 @by_device
@@ -90,7 +90,7 @@ def dequantize_blocks(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 def dequantize_fp4(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """A packed E2M1 matrix `[n, k / 2]`, low nibble first, E8M0 scale per row and 32 columns `[n, k / 32]` -> fp32."""
-    pairs = _E2M1_PAIRS.index_select(0, packed.view(torch.uint8).reshape(-1).to(torch.int32))
+    pairs = E2M1_PAIRS.index_select(0, packed.view(torch.uint8).reshape(-1).to(torch.int32))
     values = torch.view_as_real(pairs).view(*scale.shape, 32)
     return values.mul_(scale.to(torch.float32).unsqueeze(-1)).flatten(1)
 

@@ -55,10 +55,25 @@ def test_truncate_reaches_back_max_rollback_and_no_further(mini: Model, pool: St
 def test_nothing_moves_too(mini: Model) -> None:
     pool = StatePool(mini.config, 2, 32, drafts=True)
     first, second = pool.alloc(), pool.alloc()
-    run(mini, pool, second, range(20))
     pool.import_(second, pool.export(first))
     assert pool.length(second) == 0
     assert torch.equal(run(mini, pool, second, range(9)), run(mini, pool, first, range(9)))
+
+
+def test_a_used_slot_imports_nothing(mini: Model) -> None:
+    """A block of it may be held: it would change under its holder."""
+    pool = StatePool(mini.config, 2, 256)
+    slot, other = pool.alloc(), pool.alloc()
+    run(mini, pool, slot, range(130))
+    block = pool.hold(slot, 0)
+    before = pool.kv.payloads([block])
+    run(mini, pool, other, range(50, 150))
+    state = pool.export(other)
+    with pytest.raises(ValueError, match="holds 130 tokens"):
+        pool.import_(slot, state)
+    with pytest.raises(ValueError, match="holds 130 tokens"):
+        pool.import_prefix(slot, state)
+    assert torch.equal(pool.kv.payloads([block]), before)
 
 
 def test_import_refuses_what_does_not_fit_and_leaves_the_slot_alone(mini: Model, pool: StatePool) -> None:
@@ -141,14 +156,19 @@ def test_every_cache_is_read(mini: Model, array: str) -> None:
             return drafter.draft([(slot, 5)], [Sampling(0.0, 1.0, 0)], pool).logits
         return run(mini, pool, slot, range(5, 6))
 
+    def restore(tensors: dict[str, torch.Tensor]) -> None:
+        pool.free(slot)
+        assert pool.alloc() == slot
+        pool.import_(slot, tensors)
+
     want = outcome()
     for altered in altered_in_one_value(state, array):
-        pool.import_(slot, altered)
+        restore(altered)
         if not torch.equal(outcome(), want):
             break
     else:
         pytest.fail(f"no value of {array} is read")
-    pool.import_(slot, state)
+    restore(state)
     assert torch.equal(outcome(), want)
 
 

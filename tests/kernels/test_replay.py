@@ -148,6 +148,8 @@ def test_a_replayed_request_moves(mini: Model, pool: StatePool, length: int, hit
     for token in more:
         assert torch.equal(feed(mini, pool, other, [token]), feed(mini, pool, slot, [token]))
     state["starts"][3] = length + 1
+    pool.free(other)
+    other = pool.alloc()
     with pytest.raises(ValueError, match=f"{length} tokens lacks rows of {length + 1}"):
         pool.import_(other, state)
 
