@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 from kernels.cache import StatePool
 from kernels.model import Model, load_model
 from kernels.ops.pack import Record, gather
+from tests.conftest import Run
 from tests.oracle.sums import exact_sums
 
 GOLDEN = Path(__file__).parent.parent / "data" / "oracle"
@@ -40,6 +42,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def run_debug() -> Iterator[Run]:
+    """Run a coroutine on one loop only, where the time goes into arithmetic and not into the loop."""
+    with asyncio.Runner(debug=True) as runner:
+        yield runner.run
 
 
 @pytest.fixture(scope="session")

@@ -32,7 +32,7 @@ async def begin(local: Engine, prompt: str) -> None:
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("cut", [64, 5])
-def test_golden_tokens_together_and_in_any_cut(run_async: Run, cut: int) -> None:
+def test_golden_tokens_together_and_in_any_cut(run_debug: Run, cut: int) -> None:
     async def main() -> None:
         local = engine()
         await local.start()
@@ -51,11 +51,11 @@ def test_golden_tokens_together_and_in_any_cut(run_async: Run, cut: int) -> None
             assert found[prompt] == golden()[f"{prompt}.greedy_intended_tokens_fp32"].tolist()
         await local.close()
 
-    run_async(main())
+    run_debug(main())
 
 
 @pytest.mark.oracle
-def test_generation_goes_on_where_the_state_is_taken(run_async: Run) -> None:
+def test_generation_goes_on_where_the_state_is_taken(run_debug: Run) -> None:
     """Embeddings are no part of a state: once their rows are computed, nobody needs them."""
 
     async def main() -> None:
@@ -71,7 +71,7 @@ def test_generation_goes_on_where_the_state_is_taken(run_async: Run) -> None:
         await local.close()
         await other.close()
 
-    run_async(main())
+    run_debug(main())
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_generation_goes_on_where_the_state_is_taken(run_async: Run) -> None:
         ([ImageRows(0, np.full((8, 64), np.nan, np.float32).tobytes())], "not finite"),
     ],
 )
-def test_refused_images_change_nothing(run_async: Run, attached: list[ImageRows], why: str) -> None:
+def test_refused_images_change_nothing(run_debug: Run, attached: list[ImageRows], why: str) -> None:
     async def main() -> None:
         local = engine()
         await local.start()
@@ -96,10 +96,10 @@ def test_refused_images_change_nothing(run_async: Run, attached: list[ImageRows]
         await local.prefill([Chunk("r", np.array(tokens("v1")[:20], np.uint32))])
         await local.close()
 
-    run_async(main())
+    run_debug(main())
 
 
-def test_an_image_stands_where_image_tokens_do(run_async: Run) -> None:
+def test_an_image_stands_where_image_tokens_do(run_debug: Run) -> None:
     async def main() -> None:
         local = engine()
         await local.start()
@@ -115,10 +115,10 @@ def test_an_image_stands_where_image_tokens_do(run_async: Run) -> None:
         assert len((await local.decode(["r"]))[0]) >= 1
         await local.close()
 
-    run_async(main())
+    run_debug(main())
 
 
-def test_an_image_that_overflows_ends_with_its_request(run_async: Run) -> None:
+def test_an_image_that_overflows_ends_with_its_request(run_debug: Run) -> None:
     """Its rows are finite, what the layers make of them is not; the next request in the slot reads none of it."""
 
     async def main() -> None:
@@ -142,11 +142,11 @@ def test_an_image_that_overflows_ends_with_its_request(run_async: Run) -> None:
         assert await generate(text, []) == want
         await local.close()
 
-    run_async(main())
+    run_debug(main())
 
 
 @pytest.mark.parametrize("make", [engine, lambda: TimedEngine(TIMED, range(3, 99))])
-def test_only_before_the_first_chunk(run_async: Run, make: Callable[[], Engine]) -> None:
+def test_only_before_the_first_chunk(run_debug: Run, make: Callable[[], Engine]) -> None:
     async def main() -> None:
         either = make()
         await either.start()
@@ -159,10 +159,10 @@ def test_only_before_the_first_chunk(run_async: Run, make: Callable[[], Engine])
             either.attach("r", rows_of("v0"))
         await either.close()
 
-    run_async(main())
+    run_debug(main())
 
 
-def test_a_model_without_vision_takes_none(run_async: Run) -> None:
+def test_a_model_without_vision_takes_none(run_debug: Run) -> None:
     async def main() -> None:
         local = LocalEngine(FOLDER.parent / "mini", num_slots=1, max_step_tokens=64)
         await local.start()
@@ -171,4 +171,4 @@ def test_a_model_without_vision_takes_none(run_async: Run) -> None:
             local.attach("r", rows_of("v0"))
         await local.close()
 
-    run_async(main())
+    run_debug(main())

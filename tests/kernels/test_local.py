@@ -73,7 +73,7 @@ def test_a_bad_folder_is_named_and_close_still_works(tmp_path: Path, run_async: 
     run_async(main())
 
 
-def test_a_used_slot_leaves_nothing_behind(run_async: Run) -> None:
+def test_a_used_slot_leaves_nothing_behind(run_debug: Run) -> None:
     async def main() -> None:
         local = engine(num_slots=1)
         await local.start()
@@ -82,7 +82,7 @@ def test_a_used_slot_leaves_nothing_behind(run_async: Run) -> None:
         assert await generate(local, "again", tokens(30), 5) == expected
         await local.close()
 
-    run_async(main())
+    run_debug(main())
 
 
 def test_blocks_limit_what_is_admitted_before_slots_do(run_async: Run) -> None:
@@ -131,7 +131,7 @@ def test_a_prompt_whose_numbers_overflow_is_not_exported(tmp_path: Path, run_asy
     run_async(main())
 
 
-def test_the_same_seed_repeats_and_another_differs(run_async: Run) -> None:
+def test_the_same_seed_repeats_and_another_differs(run_debug: Run) -> None:
     async def main() -> None:
         local = engine()
         await local.start()
@@ -141,7 +141,7 @@ def test_the_same_seed_repeats_and_another_differs(run_async: Run) -> None:
         assert len({tuple(output) for output in outputs}) == 3
         await local.close()
 
-    run_async(main())
+    run_debug(main())
 
 
 def test_compute_environment_reaches_torch() -> None:

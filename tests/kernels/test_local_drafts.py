@@ -50,7 +50,7 @@ async def outputs(local: LocalEngine) -> dict[str, list[int]]:
     return new
 
 
-def test_drafts_change_no_token_and_save_steps(run_async: Run) -> None:
+def test_drafts_change_no_token_and_save_steps(run_debug: Run) -> None:
     async def main() -> None:
         plain = await outputs(engine(drafts=False))
         assert await outputs(engine()) == plain
@@ -62,11 +62,11 @@ def test_drafts_change_no_token_and_save_steps(run_async: Run) -> None:
         assert max(counts) > 2
         await local.close()
 
-    run_async(main())
+    run_debug(main())
 
 
 @pytest.mark.parametrize("room", [1, 2, 4])
-def test_drafts_stay_within_what_is_reserved(room: int, run_async: Run) -> None:
+def test_drafts_stay_within_what_is_reserved(room: int, run_debug: Run) -> None:
     async def main() -> None:
         local, plain = engine(), engine(drafts=False)
         for each in (local, plain):
@@ -78,10 +78,10 @@ def test_drafts_stay_within_what_is_reserved(room: int, run_async: Run) -> None:
         for each in (local, plain):
             await each.close()
 
-    run_async(main())
+    run_debug(main())
 
 
-def test_a_moved_request_takes_its_draft_windows_along(run_async: Run) -> None:
+def test_a_moved_request_takes_its_draft_windows_along(run_debug: Run) -> None:
     async def main() -> None:
         plain = await outputs(engine(drafts=False))
         source, target = engine(), engine()
@@ -104,14 +104,14 @@ def test_a_moved_request_takes_its_draft_windows_along(run_async: Run) -> None:
         await source.close()
         await target.close()
 
-    run_async(main())
+    run_debug(main())
 
 
 def test_state_with_and_without_draft_windows_is_told_apart() -> None:
     assert engine().info.layout != engine(drafts=False).info.layout
 
 
-def test_a_bounded_prompt_is_the_models_bounded_replay(mini: Model, run_async: Run) -> None:
+def test_a_bounded_prompt_is_the_models_bounded_replay(mini: Model, run_debug: Run) -> None:
     """And another computation than the exact one, from the first row that sees beyond the last window."""
     prompt = prompts()["hot"]
 
@@ -128,7 +128,7 @@ def test_a_bounded_prompt_is_the_models_bounded_replay(mini: Model, run_async: R
         await local.close()
         return rows
 
-    bounded, exact = run_async(first_rows())
+    bounded, exact = run_debug(first_rows())
     pool = StatePool(mini.config, 2, 70)
     for row, length in ((bounded, len(prompt)), (exact, 0)):
         slot = pool.alloc()
