@@ -66,9 +66,9 @@ class LocalEngine:
     ) -> None:
         """Reads only config.json and shoal.json; `start` loads the weights. Raises ConfigError.
 
-        num_slots: requests held at once; max_step_tokens: the most tokens of one prefill step; num_threads: cores;
-        drafts: use the draft stages, where the checkpoint has them; kv_bytes: for compressed KV of all requests, but
-        never less than one of `max_tokens` needs, nor more than all of them need.
+        num_slots: requests held at once; max_step_tokens: the most tokens of one prefill step; num_threads: torch's, as
+        products take one (`ops/blas.py`); drafts: use the draft stages, where the checkpoint has them; kv_bytes: for
+        compressed KV of all requests, but never less than one of `max_tokens` needs, nor more than all of them need.
         """
         self._folder = Path(folder)
         self._compute_dtype: ComputeDtype = compute_dtype
