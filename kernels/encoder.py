@@ -10,7 +10,6 @@ import numpy as np
 
 from kernels.config import ConfigError, ModelConfig
 from kernels.engine import Pixels
-from kernels.model import ComputeDtype
 from kernels.thread import ComputeThread
 from kernels.vision import VisionEncoder, load_vision
 
@@ -18,10 +17,9 @@ from kernels.vision import VisionEncoder, load_vision
 class LocalEncoder:
     """The Encoder contract over a checkpoint folder. Cancelling a call waits for the image at hand, no longer."""
 
-    def __init__(self, folder: str | Path, *, num_threads: int = 1, compute_dtype: ComputeDtype = "fp32") -> None:
+    def __init__(self, folder: str | Path, *, num_threads: int = 1) -> None:
         """Reads only config.json; `start` loads the weights of the tower, no others. Raises ConfigError."""
         self._folder = Path(folder)
-        self._compute_dtype: ComputeDtype = compute_dtype
         config = ModelConfig.from_folder(self._folder).vision
         if config is None:
             raise ConfigError(f"{self._folder / 'config.json'}: vision_config is missing")
@@ -45,7 +43,7 @@ class LocalEncoder:
         self._vision = None
 
     def _load(self) -> VisionEncoder:
-        vision = load_vision(self._folder, compute_dtype=self._compute_dtype)
+        vision = load_vision(self._folder)
         vision.encode(np.zeros(self._smallest, dtype=np.uint8))
         return vision
 
