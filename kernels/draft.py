@@ -147,6 +147,7 @@ class Drafter:
             bias = self.markov_embed[tokens]
             logits[:, place] += linear(bias, self.markov_head)
             confidence.append((torch.cat((hidden[:, place], bias), 1) * self.confidence).sum(-1))
-            tokens = sample_rows(logits[:, place], samplings, starts + place + 1)
+            # What are no numbers are bad proposals, not an error: the target tells whose request that is.
+            tokens = sample_rows(logits[:, place].nan_to_num(), samplings, starts + place + 1)
             drafts.append(tokens)
         return Drafts(torch.stack(drafts, 1), logits, torch.stack(confidence, 1))

@@ -131,7 +131,8 @@ class Engine(Protocol):
         """One batched step: the new tokens of each request, one or more each, end-of-sequence token included.
 
         How many there are depends on how well they were foreseen; which they are does not. What follows an
-        end-of-sequence token is what the model would go on with.
+        end-of-sequence token is what the model would go on with. None at all: what was computed of that request are no
+        numbers, and it cannot go on; free it.
         """
         ...
 

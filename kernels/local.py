@@ -222,12 +222,21 @@ class LocalEngine:
         starts = [request.num_tokens for request in fed] + [request.num_tokens - 1 for request in fresh]
         ordered = [*fed, *fresh]
         drafts += [[] for _ in fresh]
-        found = verify(model.logits(torch.cat(rows)), drafts, starts, [request.sampling for request in ordered])
-        for request, start, tokens in zip(ordered, starts, found, strict=True):
+        logits = model.logits(torch.cat(rows))
+        is_sound = ~logits.isnan().any(1)
+        if not bool(is_sound.all()):
+            logits = logits.masked_fill(~is_sound.unsqueeze(1), 0.0)  # of requests that end here
+        found = verify(logits, drafts, starts, [request.sampling for request in ordered])
+        new: dict[int, list[int]] = {}
+        sound = torch.split(is_sound, [1 + len(drafted) for drafted in drafts])
+        for request, start, tokens, each in zip(ordered, starts, found, sound, strict=True):
+            if not bool(each.all()):
+                new[request.slot] = []
+                continue
             request.num_tokens = start + len(tokens)
             pool.truncate(request.slot, request.num_tokens)
             request.last, request.hidden = tokens[-1], None
-        new = {request.slot: tokens for request, tokens in zip(ordered, found, strict=True)}
+            new[request.slot] = tokens
         return [new[request.slot] for request in requests]
 
     def _draft(self, requests: list[_Request]) -> list[list[int]]:

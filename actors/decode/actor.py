@@ -211,6 +211,9 @@ class Decode(Actor):
         for generation, tokens in zip(batch, new, strict=True):
             if generation.end is not None:
                 continue  # cancelled while the step was running
+            if not tokens:
+                self._fail([generation])
+                continue
             first = len(generation.tokens)
             emitted = generation.advance(tokens, info.eos_token, info.max_tokens)
             self._outbox.add(

@@ -102,5 +102,20 @@ def test_a_decode_step_that_fails_ends_the_requests_of_that_step(num_good: int) 
     run_virtual(main())
 
 
+def test_a_request_that_cannot_go_on_ends_alone() -> None:
+    class Silent(TimedEngine):
+        async def decode(self, keys: Sequence[str]) -> list[list[int]]:
+            return [[] if key == "bad" else new for key, new in zip(keys, await super().decode(keys), strict=True)]
+
+    async def main() -> None:
+        async with core(1, 0, COST) as system:
+            await system.add_decode("d0", Silent(info(), VOCABULARY, COST))
+            ends = await asyncio.gather(*(system.finish(submit(name)) for name in ("a", "bad", "c")))
+            assert [end == LENGTH for _, end in ends] == [True, False, True] and is_internal(ends[1][1])
+            assert await quiet(system) == {}
+
+    run_virtual(main())
+
+
 def is_internal(end: object) -> bool:
     return isinstance(end, Failed) and end.failure.code is Code.INTERNAL and "secret" not in end.failure.message

@@ -20,7 +20,7 @@ from kernels.engine import Admission, Chunk, Sampling
 from kernels.environment import compute_environment
 from kernels.local import LocalEngine
 from tests.conftest import Run
-from tests.kernels.test_engine import GREEDY, TINY, generate, tokens
+from tests.kernels.test_engine import GREEDY, TINY, generate, step, tokens
 
 
 def engine(folder: Path = TINY, num_slots: int = 2) -> LocalEngine:
@@ -104,15 +104,41 @@ def test_blocks_limit_what_is_admitted_before_slots_do(run_async: Run) -> None:
     assert engine(num_slots=2).info.capacity_tokens == 2 * 8192  # they are small: all slots can be full
 
 
-def test_a_prompt_whose_numbers_overflow_is_not_exported(tmp_path: Path, run_async: Run) -> None:
-    """Finite weights can be too large for a token: whoever takes its state over would fail, with all its company."""
+@pytest.fixture
+def overflowing(tmp_path: Path) -> Path:
+    """Finite weights can be too large for a token: here for token 9."""
     shutil.copytree(TINY, tmp_path / "model")
     weights = load_file(TINY / "model.safetensors")
     weights["embed.weight"][9] = 3e38
     save_file(weights, tmp_path / "model" / "model.safetensors")
+    return tmp_path / "model"
+
+
+def test_a_request_whose_numbers_overflow_while_it_generates_ends_alone(overflowing: Path, run_async: Run) -> None:
+    async def main() -> None:
+        local = engine(overflowing)
+        await local.start()
+        expected = await generate(local, "alone", np.full(20, 8, dtype=np.uint32), 6)
+        for key in ("good", "bad"):
+            assert local.admit(key, 30, GREEDY) is Admission.OK
+        await local.prefill([Chunk(key, np.full(20, 8, dtype=np.uint32)) for key in ("bad", "good")])
+        output = (await local.decode(["bad", "good"]))[1]
+        local._requests["bad"].last = 9
+        bad, good = await local.decode(["bad", "good"])
+        assert bad == []
+        local.free("bad")
+        output += good + await step(local, "good", 6 - len(output) - len(good))
+        assert output == expected
+        await local.close()
+
+    run_async(main())
+
+
+def test_a_prompt_whose_numbers_overflow_is_not_exported(overflowing: Path, run_async: Run) -> None:
+    """Whoever takes its state over would fail, with all its company."""
 
     async def main() -> None:
-        local = engine(tmp_path / "model")
+        local = engine(overflowing)
         await local.start()
         good, bad = np.full(20, 8, dtype=np.uint32), np.full(20, 9, dtype=np.uint32)
         for key in ("good", "bad"):
