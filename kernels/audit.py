@@ -63,7 +63,7 @@ def audit(config: ModelConfig, shards: Shards) -> list[Problem]:
     """
     problems = list(shards.problems)
     if not shards.files:
-        return problems
+        return problems or [Problem(shards.path, "no tensor is in it")]
     known: set[str] = set()
     asked = forms(config, shards)
     for form in asked:

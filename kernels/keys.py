@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import Any
 
 
 class ConfigError(ValueError):
     """config.json is missing, is not JSON, lacks a key, or holds a value this model cannot have."""
+
+
+def parse(text: bytes) -> Any:
+    """The value of a JSON text. Raises ValueError, also for one that is nested too deep to be read."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
 
 
 def convert(name: str, kind: str, value: Any) -> Any:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any, NamedTuple
+
+from kernels.keys import parse
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -62,18 +65,40 @@ def read_shards(folder: str | Path) -> Shards:
         return shards
     shards = Shards(index)
     try:
-        content = json.loads(index.read_bytes())
-        weight_map: dict[str, str] = content["weight_map"]
-        paths = {file: index.parent / _plain(file) for file in sorted(set(weight_map.values()))}
-        shards.files = {name: paths[file] for name, file in weight_map.items()}
-        shards.total_bytes = (content.get("metadata") or {}).get("total_size")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        shards.problems.append(Problem(index, f"no weight_map of names to files: {error!r}"))
+        _read_index(index, shards)
+    except (OSError, ValueError) as error:
+        shards.problems.append(Problem(index, str(error)))
         return shards
-    shards.index_only = bool(paths) and not any(path.exists() for path in paths.values())
+    paths = set(shards.files.values())
+    shards.index_only = bool(paths) and not any(map(os.path.exists, paths))
     if not shards.index_only:
-        _join({path: _entries(path, shards.problems) for path in paths.values()}, shards)
+        _join({path: _entries(path, shards.problems) for path in sorted(paths)}, shards)
     return shards
+
+
+def _read_index(index: Path, shards: Shards) -> None:
+    """Take over what the index says. Raises OSError, and ValueError that names the key."""
+    try:
+        content = parse(index.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"no weight_map of names to files: {error}") from None
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict):
+        raise ValueError("no weight_map of names to files")
+    for name, file in weight_map.items():
+        # A file of the folder itself: an index does not send us elsewhere.
+        if not isinstance(file, str) or file in ("", "..") or Path(file).name != file:
+            what = f"{short(file)} is not the name of a file in the folder"
+            raise ValueError(f"no weight_map of names to files: {name}: {what}")
+    metadata = content.get("metadata")
+    if not isinstance(metadata, dict | None):
+        raise ValueError("metadata is not an object")
+    total = (metadata or {}).get("total_size")
+    if total is not None and not _is_size(total):
+        raise ValueError(f"metadata.total_size {short(total)} is not a number of bytes")
+    paths = {file: index.parent / file for file in set(weight_map.values())}
+    shards.files = {name: paths[file] for name, file in weight_map.items()}
+    shards.total_bytes = total
 
 
 def _join(headers: dict[Path, dict[str, Entry] | None], shards: Shards) -> None:
@@ -94,37 +119,59 @@ def _join(headers: dict[Path, dict[str, Entry] | None], shards: Shards) -> None:
 
 def _entries(path: Path, problems: list[Problem]) -> dict[str, Entry] | None:
     """The tensors of a safetensors file: eight bytes of length, a JSON header, then the values without gaps."""
-    entries: dict[str, Entry] = {}
     try:
         with path.open("rb") as file:
             num_bytes = path.stat().st_size
             header_bytes = int.from_bytes(file.read(8), "little")
             if not 2 <= header_bytes <= min(num_bytes - 8, _MAX_HEADER_BYTES):
                 raise ValueError(f"a header of {header_bytes:,} bytes in a file of {num_bytes:,}")
-            header: dict[str, Any] = json.loads(file.read(header_bytes))
+            header = parse(file.read(header_bytes))
+        if not isinstance(header, dict):
+            raise ValueError("the header is not an object")
         header.pop("__metadata__", None)
-        for name, entry in header.items():
-            start, stop = entry["data_offsets"]
-            if not 0 <= start <= stop:
-                raise ValueError(f"{name} lies at {start} to {stop}")
-            entries[name] = Entry(path, entry["dtype"], tuple(entry["shape"]), stop - start, 8 + header_bytes + start)
+        first = 8 + header_bytes
+        entries = {name: _entry(path, name, keys, first) for name, keys in header.items()}
+        last, end = _end_of_row(entries, first)
+        if end < num_bytes:
+            raise ValueError(f"{num_bytes - end:,} bytes follow {last}")
     except FileNotFoundError:
         problems.append(Problem(path, "not found"))
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         problems.append(Problem(path, f"not a safetensors file: {error}"))
         return None
-    ends = sorted((entry.offset + entry.num_bytes, name) for name, entry in entries.items())
-    cut = next((name for end, name in ends if end > num_bytes), None)
-    if cut is not None:
-        missing = ends[-1][0] - num_bytes
-        problems.append(Problem(path, f"truncated: {missing:,} bytes are missing, from {cut} on"))
+    if end > num_bytes:
+        _, cut = min((entry.offset, name) for name, entry in entries.items() if entry.offset + entry.num_bytes > num_bytes)
+        problems.append(Problem(path, f"truncated: {end - num_bytes:,} bytes are missing, from {cut} on"))
         return None
     return entries
 
 
-def _plain(file: str) -> str:
-    """A file of the folder itself: an index does not send us elsewhere."""
-    if Path(file).name != file:
-        raise ValueError(f"{file!r} is not the name of a file in the folder")
-    return file
+def _entry(path: Path, name: str, keys: Any, first: int) -> Entry:
+    """One tensor of a header; `first` is where the values of the file begin. Raises ValueError."""
+    if not isinstance(keys, dict) or not {"dtype", "shape", "data_offsets"} <= set(keys):
+        raise ValueError(f"{name}: dtype, shape and data_offsets are not given")
+    dtype, shape, offsets = keys["dtype"], keys["shape"], keys["data_offsets"]
+    if not isinstance(dtype, str):
+        raise ValueError(f"{name}: dtype {short(dtype)} is not a name")
+    if not isinstance(shape, list) or not all(map(_is_size, shape)):
+        raise ValueError(f"{name}: shape {short(shape)} is not a list of sizes")
+    is_pair = isinstance(offsets, list) and len(offsets) == 2 and all(map(_is_size, offsets))
+    if not is_pair or offsets[0] > offsets[1]:
+        raise ValueError(f"{name}: data_offsets {short(offsets)} are not a start and an end")
+    start, stop = offsets
+    return Entry(path, dtype, tuple(shape), stop - start, first + start)
+
+
+def _end_of_row(entries: dict[str, Entry], first: int) -> tuple[str, int]:
+    """The last tensor and where it ends: they lie one behind another. Raises ValueError for gaps and overlaps."""
+    last, end = "the header", first
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].offset, item[1].num_bytes)):
+        if entry.offset != end:
+            raise ValueError(f"{name} begins at byte {entry.offset - first} of the values, expected at {end - first}")
+        last, end = f"the last tensor, {name}", end + entry.num_bytes
+    return last, end
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
