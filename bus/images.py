@@ -30,6 +30,9 @@ question outlives its try, so asking again adds nothing to a queue."""
 MAX_LOSSES = 2
 """How many replicas may end meanwhile: by the second it may be the image that ends them."""
 
+AT_ONCE = 2
+"""How many images of one request are looked at at a time: between them others have their turn."""
+
 PATIENCE_S = 20.0
 """How long to wait for a replica to be there, or to have room: one restarts within this time."""
 
@@ -55,21 +58,24 @@ class AnyVision:
     async def resolve(
         self, files: Sequence[bytes], deadline_ns: int, is_over: Callable[[], bool]
     ) -> list[ImageResolved | Failure]:
-        """What these files are as images, or why they are none; all are asked after at once. `deadline_ns` is unix
-        time, 0 for none. Once `is_over` nothing is asked anew.
+        """What these files are as images, or why they are none; AT_ONCE of them are asked after at a time.
+
+        `deadline_ns` is unix time, 0 for none. Once `is_over` nothing is asked any more.
         """
+        turn = asyncio.Semaphore(AT_ONCE)
 
         async def resolve(file: bytes) -> ImageResolved | Failure:
-            try:
-                image = await self._bulk.wrap(file, is_shared=True)
+            async with turn:
                 try:
-                    wanted = ResolveImage(image=image, deadline_ns=deadline_ns)
-                    return await self._ask(RESOLVE_IMAGE, wanted, is_over)
-                finally:
-                    if image.handle is not None:
-                        self._bulk.withdraw(image.handle)
-            except BusError as error:
-                return error.failure
+                    image = await self._bulk.wrap(file, is_shared=True)
+                    try:
+                        wanted = ResolveImage(image=image, deadline_ns=deadline_ns)
+                        return await self._ask(RESOLVE_IMAGE, wanted, is_over)
+                    finally:
+                        if image.handle is not None:
+                            self._bulk.withdraw(image.handle)
+                except BusError as error:
+                    return error.failure
 
         return await asyncio.gather(*map(resolve, files))
 

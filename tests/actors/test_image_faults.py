@@ -12,6 +12,7 @@ from bus.bus import fail
 from schemas.bulk import Handle
 from schemas.failure import Code
 from schemas.request import Failed, Finished, FinishReason
+from schemas.vision import ImageResolved
 from tests.actors.builders import submit
 from tests.actors.core import quiet
 from tests.actors.pictures import picture
@@ -195,5 +196,31 @@ def test_embeddings_that_prefill_cannot_get_are_encoded_once_more(run_async: Run
                 assert isinstance(end, Failed) and end.failure.code is Code.VISION_ERROR
             assert len(eyes.encoders["v0"].encoded) == 2
             assert await quiet(eyes.core) == {}
+
+    run_async(main())
+
+
+def test_a_request_of_many_images_leaves_turns_to_others(run_async: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Vision looks at files in the order they came in: one request is not to be all of them."""
+
+    async def main() -> None:
+        async with sighted(1) as eyes:
+            bus = await eyes.core.bus("recipe/many")
+            vision = bus_images.AnyVision(bus, await eyes.core.bulk("recipe/many"))
+            ask, in_flight, most = bus.ask, 0, 0
+
+            async def counted(*arguments: Any, **rest: Any) -> Any:
+                nonlocal in_flight, most
+                in_flight += 1
+                most = max(most, in_flight)
+                try:
+                    return await ask(*arguments, **rest)
+                finally:
+                    in_flight -= 1
+
+            monkeypatch.setattr(bus, "ask", counted)
+            found = await vision.resolve([picture()] * 9, 0, lambda: False)
+            assert all(isinstance(image, ImageResolved) for image in found) and len(found) == 9
+            assert most == bus_images.AT_ONCE
 
     run_async(main())
