@@ -13,7 +13,8 @@ help: ## show this list
 $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing Shoal into $(VENV) (a minute or two the first time)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "torch>=2.13,<2.14"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+		$(if $(SHOAL_TORCH_INDEX),--extra-index-url $(SHOAL_TORCH_INDEX)) "torch>=2.13,<2.14"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
 	@touch $@
 
