@@ -67,8 +67,7 @@ class Checkpoint:
         """Reads the index and the headers of all files."""
         self._shards = read_shards(folder)
         refuse(self._shards.problems)
-        if self._shards.index_only:
-            raise CheckpointError(f"{self._shards.path}: none of its files is there")
+        self._shards.need_files()
         self._maps: dict[Path, mmap.mmap] = {}
         self.device = device
 

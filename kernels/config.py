@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kernels.keys import ConfigError as ConfigError
-from kernels.keys import convert, convert_fields
+from kernels.keys import convert, convert_fields, parse
 from kernels.vision_config import VisionConfig
 
 # Values that the arithmetic here is written for: another one is another model, not an option.
@@ -138,7 +137,7 @@ class ModelConfig:
         """Read `folder/config.json`. Raises ConfigError naming the file and the key that is missing or wrong."""
         path = Path(folder) / "config.json"
         try:
-            top = json.loads(path.read_text())
+            top = parse(path.read_bytes())
         except FileNotFoundError:
             raise ConfigError(f"{path}: not found") from None
         except ValueError as error:

@@ -54,6 +54,11 @@ class Shards:
     index_only: bool = False
     total_bytes: int | None = None
 
+    def need_files(self) -> None:
+        """Raises CheckpointError when there are names only: nothing can be loaded."""
+        if self.index_only:
+            raise CheckpointError(f"{self.path}: none of its files is there")
+
 
 def read_shards(folder: str | Path) -> Shards:
     """The index, if there is one, and every header. What cannot be read or does not agree becomes a problem."""
@@ -141,7 +146,8 @@ def _entries(path: Path, problems: list[Problem]) -> dict[str, Entry] | None:
         problems.append(Problem(path, f"not a safetensors file: {error}"))
         return None
     if end > num_bytes:
-        _, cut = min((entry.offset, name) for name, entry in entries.items() if entry.offset + entry.num_bytes > num_bytes)
+        beyond = [(one.offset, name) for name, one in entries.items() if one.offset + one.num_bytes > num_bytes]
+        _, cut = min(beyond)
         problems.append(Problem(path, f"truncated: {end - num_bytes:,} bytes are missing, from {cut} on"))
         return None
     return entries

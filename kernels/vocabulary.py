@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,6 +10,7 @@ from tokenizers import Regex, Tokenizer, normalizers
 
 from kernels.checkpoint import CheckpointError
 from kernels.config import ModelConfig
+from kernels.keys import parse
 
 _MAP = "engram_token_map.json"
 _TOKENIZER = "tokenizer.json"
@@ -26,8 +26,14 @@ class TokenMap(NamedTuple):
 
 
 def compress_vocabulary(tokenizer_path: str | Path) -> list[int]:
-    """Compressed id of every token of a tokenizer.json, numbered in the order of first appearance."""
-    tokenizer = Tokenizer.from_file(str(tokenizer_path))
+    """Compressed id of every token of a tokenizer.json, numbered in the order of first appearance.
+
+    Raises CheckpointError when it is none.
+    """
+    try:
+        tokenizer = Tokenizer.from_file(str(tokenizer_path))
+    except Exception as error:  # the library raises no class of its own
+        raise CheckpointError(f"{tokenizer_path}: not a tokenizer: {error}") from None
     normalizer = normalizers.Sequence(
         [
             normalizers.NFKC(),
@@ -54,20 +60,17 @@ def compress_vocabulary(tokenizer_path: str | Path) -> list[int]:
 def load_token_map(folder: str | Path, config: ModelConfig) -> TokenMap:
     """From engram_token_map.json of a checkpoint folder, else computed from its tokenizer.json.
 
-    Raises CheckpointError when neither is there or the result does not fit the configuration.
+    Raises CheckpointError when neither is there, what is there is none, or it does not fit the configuration.
     """
     path = Path(folder) / _MAP
     if path.exists():
-        try:
-            ids = json.loads(path.read_text())["token_map"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{path}: no token_map: {error}") from None
+        ids = _read_map(path)
     else:
         path = Path(folder) / _TOKENIZER
         if not path.exists():
             raise CheckpointError(f"{folder}: neither {_MAP} nor {_TOKENIZER} is there")
         ids = compress_vocabulary(path)
-    num_ids = max(ids) + 1
+    num_ids = max(ids, default=-1) + 1
     if len(ids) > config.vocab_size or num_ids != config.engram_compressed_vocab_size:
         raise CheckpointError(
             f"{path}: {len(ids)} tokens in {num_ids} classes, but config.json says"
@@ -77,3 +80,14 @@ def load_token_map(folder: str | Path, config: ModelConfig) -> TokenMap:
     pad = ids[config.engram_pad_token_id]
     filled = ids + [pad] * (config.vocab_size - len(ids))
     return TokenMap(torch.tensor(filled), num_ids, pad)
+
+
+def _read_map(path: Path) -> list[int]:
+    try:
+        content = parse(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: no token_map: {error}") from None
+    ids = content.get("token_map") if isinstance(content, dict) else None
+    if not isinstance(ids, list) or not ids or not all(type(one) is int and one >= 0 for one in ids):
+        raise CheckpointError(f"{path}: no token_map: a list of one compressed id per token")
+    return ids

@@ -15,11 +15,14 @@ from typing import Any, NoReturn
 
 import uvloop
 
+from actors.recipe.card import CardError
 from bus.actor import Actor
 from bus.broker import NatsWire
 from bus.bulk import Bulk, SocketBulk
 from bus.bus import Bus
+from kernels.config import ConfigError
 from kernels.environment import compute_environment
+from kernels.shards import CheckpointError
 from run.build import build
 from run.cluster import Member, ProcessSpec
 from run.settings import LOOPBACK, Settings, SettingsError
@@ -37,6 +40,9 @@ second. Looking less often gave a tenth more events through the front."""
 INTENSITY = Intensity(3, 10.0)
 ACTOR_SHUTDOWN_S = 1.0
 """Less than the root gives the whole process, so that a stuck actor is reported before we are killed."""
+
+MISTAKE = "shoal node: "
+"""Begins the line, the last one, of a process that could not start for a reason of the user's; `shoal up` shows it."""
 
 Build = Callable[[Member, Bus, Bulk, ProcessSpec, Settings], Actor]
 
@@ -137,9 +143,22 @@ async def _main(node: Node) -> int:
     except asyncio.CancelledError:
         return 0
     except GaveUp as error:
-        log.error("%s", error, exc_info=error.__cause__)
+        mistake = find_mistake(error)
+        if mistake:
+            print(MISTAKE + mistake, file=sys.stderr)
+        else:
+            log.error("%s", error, exc_info=error.__cause__)
         return 1
     except Stuck as error:
         log.critical("%s; ending the process", error)
         _exit(1)
     return 0
+
+
+def find_mistake(error: BaseException) -> str:
+    """What the settings or the checkpoint have wrong, where a child did not start for that; else nothing."""
+    while isinstance(error, GaveUp) and error.__cause__ is not None:
+        error = error.__cause__
+    if isinstance(error, CardError | ConfigError | CheckpointError):
+        return f"SHOAL_MODEL: {error}"
+    return str(error) if isinstance(error, SettingsError) else ""

@@ -30,6 +30,7 @@ from run.build import serving
 from run.cluster import Member, ProcessSpec
 from run.health import find_silent
 from run.home import Client, Home, Ready, Running, write_private
+from run.node import MISTAKE
 from run.settings import LOOPBACK, Settings, SettingsError
 from run.watch import Watch
 from supervisors.processes import Backoff, Process, Program
@@ -89,8 +90,7 @@ class Stack:
             self._console.print("stopped")
             return 0
         except GaveUp as error:
-            self._console.print(f"[red]{escape(str(error))}[/]")
-            self._show_log(error.child)
+            self._explain(error)
             return 1
         finally:
             greeting.cancel()
@@ -228,12 +228,19 @@ class Stack:
         for process in self._processes.values():
             process.kill()
 
-    def _show_log(self, name: str, num_lines: int = 15) -> None:
-        path = self._home.folder / "logs" / f"{name}.log"
-        if name and path.exists() and (lines := path.read_text(errors="replace").splitlines()):
+    def _explain(self, error: GaveUp, num_lines: int = 15) -> None:
+        """Say what a process found wrong with settings or checkpoint; where it did not, show the end of its log."""
+        path = self._home.folder / "logs" / f"{error.child}.log"
+        text = path.read_text(errors="replace") if path.exists() else ""
+        _, found, mistake = f"\n{text}".rpartition(f"\n{MISTAKE}")
+        if found:
+            self._console.print(f"[red]shoal: {escape(mistake.strip())}[/]", soft_wrap=True)
+            return
+        self._console.print(f"[red]{escape(str(error))}[/]")
+        if text:
             self._console.print(f"the end of {escape(str(path))}:")
-            for line in lines[-num_lines:]:
-                self._console.print(f"  [dim]{escape(line)}[/]", soft_wrap=True)
+        for line in text.splitlines()[-num_lines:]:
+            self._console.print(f"  [dim]{escape(line)}[/]", soft_wrap=True)
 
 
 def up(specs: tuple[ProcessSpec, ...], settings: Settings, console: Console, ready_file: Path | None) -> int:
@@ -263,7 +270,9 @@ def _check(settings: Settings, ready_file: Path | None) -> None:
     """What would fail later, in some process, fails here and now. Raises SettingsError."""
     try:
         ModelCard.from_folder(settings.model)
-        refuse(audit(ModelConfig.from_folder(settings.model), read_shards(settings.model)))
+        shards = read_shards(settings.model)
+        refuse(audit(ModelConfig.from_folder(settings.model), shards))
+        shards.need_files()
         Keys.parse(settings.api_keys)
     except (CardError, ConfigError, CheckpointError) as error:
         raise SettingsError(f"SHOAL_MODEL: {error}") from None

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kernels.keys import parse
 from kernels.shards import read_shards
 
 
@@ -68,25 +68,31 @@ class ModelCard:
         if not tokenizer.is_file():
             raise CardError(f"{tokenizer}: not found")
         text = config.get("text_config", config)
-        context = _integer(text, "max_position_embeddings", path)
+        if not isinstance(text, dict):
+            raise CardError(f"{path / 'config.json'}: text_config is not an object")
+        context = _integer(text, "max_position_embeddings", path / "config.json")
         name = str(ours.get("model", path.resolve().name))
         has_vision = any(name.startswith("vision.") for name in read_shards(path).files)
-        aliases = [str(alias) for alias in ours.get("aliases", [])]
+        aliases = ours.get("aliases", [])
+        if not isinstance(aliases, list):
+            raise CardError(f"{path / 'shoal.json'}: aliases must be a list")
+        if "context_tokens" in ours:
+            context = min(context, _integer(ours, "context_tokens", path / "shoal.json"))
         return cls(
-            names=tuple(dict.fromkeys([name, *aliases])),
-            context_tokens=min(context, int(ours.get("context_tokens", context))),
+            names=tuple(dict.fromkeys([name, *map(str, aliases)])),
+            context_tokens=context,
             tokenizer_path=tokenizer,
-            eos_token=_integer(config if "eos_token_id" in config else text, "eos_token_id", path),
+            eos_token=_integer(config if "eos_token_id" in config else text, "eos_token_id", path / "config.json"),
             thinking_default=bool(ours.get("thinking_default", True)),
             has_vision=has_vision,
-            image_token=_integer(config, "image_token_id", path) if has_vision else -1,
+            image_token=_integer(config, "image_token_id", path / "config.json") if has_vision else -1,
             created_s=int((path / "config.json").stat().st_mtime),
         )
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text())
+        value = parse(path.read_bytes())
     except FileNotFoundError:
         raise CardError(f"{path}: not found") from None
     except ValueError as error:
@@ -96,8 +102,8 @@ def _read(path: Path) -> dict[str, Any]:
     return value
 
 
-def _integer(values: dict[str, Any], key: str, folder: Path) -> int:
+def _integer(values: dict[str, Any], key: str, path: Path) -> int:
     value = values.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise CardError(f"{folder / 'config.json'}: {key} is missing or not a number")
+        raise CardError(f"{path}: {key} is missing or not a number")
     return value

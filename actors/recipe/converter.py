@@ -97,7 +97,10 @@ class Converter:
 
     def __init__(self, card: ModelCard) -> None:
         self.card = card
-        self.tokenizer = library.Tokenizer.from_file(str(card.tokenizer_path))
+        try:
+            self.tokenizer = library.Tokenizer.from_file(str(card.tokenizer_path))
+        except RuntimeError as error:
+            raise CardError(f"{card.tokenizer_path}: not a tokenizer: {error}") from None
         special = self._special_tokens()
         self._encoding = library.DeepseekV41Encoding().with_tokenizer(self.tokenizer).with_special_tokens(special)
         names = dict.fromkeys(card.names, library.ModelVersion.DeepseekV41Flash)

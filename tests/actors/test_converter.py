@@ -231,6 +231,13 @@ def test_card_of_a_broken_folder(tmp_path: Path, name: str) -> None:
         ModelCard.from_folder(tmp_path)
 
 
+def test_card_of_a_broken_tokenizer(tmp_path: Path) -> None:
+    card = make_card(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("garbage")
+    with pytest.raises(CardError, match=r"tokenizer\.json: not a tokenizer: "):
+        Converter(card)
+
+
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"text_config": {"max_position_embeddings": true}}'])
 def test_card_of_a_broken_config(tmp_path: Path, text: str) -> None:
     make_card(tmp_path)

@@ -19,10 +19,11 @@ from bus.bulk import Bulk
 from bus.bus import Bus, BusError, Delivery
 from bus.server import ServerConfig
 from bus.subjects import Subject, ping
+from kernels.shards import CheckpointError
 from run.cluster import Member, ProcessSpec
 from run.health import collect_loads, find_silent, on_bus
-from run.node import Node
-from run.settings import Settings
+from run.node import Node, find_mistake
+from run.settings import Settings, SettingsError
 from schemas.liveness import Ping
 from schemas.message import Role
 from schemas.routing import Release
@@ -149,6 +150,17 @@ def test_an_actor_that_cannot_be_built_ends_the_node(run_async: Run, nats_server
             assert await find_silent(bus, MEMBERS[:1], timeout_s=10.0) == {MEMBERS[0]}
 
     run_async(main())
+
+
+def test_what_a_user_can_mend_is_told_from_a_fault() -> None:
+    def gave_up(cause: Exception) -> GaveUp:
+        error = GaveUp("decode/d0", "did not start")
+        error.__cause__ = cause
+        return error
+
+    assert find_mistake(gave_up(gave_up(CheckpointError("a: no")))) == "SHOAL_MODEL: a: no"
+    assert find_mistake(gave_up(SettingsError("SHOAL_HOST: no"))) == "SHOAL_HOST: no"
+    assert find_mistake(gave_up(ValueError("no"))) == find_mistake(GaveUp("a", "ended once too often")) == ""
 
 
 def test_only_a_process_that_computes_imports_torch(nats_server: ServerConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from kernels.shards import read_shards
 from run.settings import Settings, SettingsError
 from run.up import up
 
@@ -47,6 +49,46 @@ def test_a_model_whose_file_is_none(settings: Settings, tmp_path: Path, content:
     shutil.copytree(settings.model, tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").write_bytes(content)
     with pytest.raises(SettingsError, match=r"SHOAL_MODEL: .*model\.safetensors: not a safetensors file"):
+        start(replace(settings, model=tmp_path / "model"))
+
+
+def header(text: bytes) -> bytes:
+    return len(text).to_bytes(8, "little") + text
+
+
+DEEP = b"[" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("model.safetensors", header(b"{}"), r"model\.safetensors: no tensor is in it"),
+        ("model.safetensors", header(DEEP), r"model\.safetensors: not a safetensors file: nested too deep"),
+        ("model.safetensors.index.json", b'{"weight_map": {}}', r"index\.json: no tensor is in it"),
+        ("model.safetensors.index.json", DEEP, r"index\.json: no weight_map of names to files: nested too deep"),
+        ("config.json", DEEP, r"config\.json: not JSON: nested too deep"),
+        ("config.json", b'{"text_config": 3}', r"config\.json: text_config is not an object"),
+        ("shoal.json", DEEP, r"shoal\.json: not JSON: nested too deep"),
+        ("shoal.json", b'{"context_tokens": "many"}', r"shoal\.json: context_tokens is missing or not a number"),
+        ("shoal.json", b'{"aliases": 3}', r"shoal\.json: aliases must be a list"),
+    ],
+)
+def test_a_model_with_a_file_of_garbage(
+    settings: Settings, tmp_path: Path, file: str, content: bytes, said: str
+) -> None:
+    shutil.copytree(settings.model, tmp_path / "model")
+    (tmp_path / "model" / file).write_bytes(content)
+    with pytest.raises(SettingsError, match=f"SHOAL_MODEL: .*{said}"):
+        start(replace(settings, model=tmp_path / "model"))
+
+
+def test_a_model_of_which_only_the_index_is_there(settings: Settings, tmp_path: Path) -> None:
+    shutil.copytree(settings.model, tmp_path / "model")
+    names = read_shards(settings.model).files
+    (tmp_path / "model" / "model.safetensors").unlink()
+    index = {"weight_map": dict.fromkeys(names, "model-00001.safetensors")}
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(SettingsError, match=r"SHOAL_MODEL: .*index\.json: none of its files is there"):
         start(replace(settings, model=tmp_path / "model"))
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import shutil
 import signal
 import socket
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -121,12 +123,23 @@ def test_a_stopped_process_is_found_out_and_replaced(own_stack: System) -> None:
     assert not Path(f"/proc/{victim}").exists()
 
 
-def test_a_system_that_cannot_start_shows_why(tmp_path: Path) -> None:
-    """Weights that are no numbers, which headers do not show: the log's end is on the terminal, and nothing stays."""
-    shutil.copytree(DEFAULT_MODEL, tmp_path / "broken")
-    with (tmp_path / "broken" / "model.safetensors").open("r+b") as weights:
+def not_a_number(model: Path) -> str:
+    with (model / "model.safetensors").open("r+b") as weights:
         weights.seek(1_000_000)
         weights.write(b"\xff" * 100_000)
+    return r"model\.safetensors: \S+ is not a number at \["
+
+
+def no_tokenizer(model: Path) -> str:
+    (model / "tokenizer.json").write_text("garbage")
+    return r"tokenizer\.json: not a tokenizer: "
+
+
+@pytest.mark.parametrize("spoil", [not_a_number, no_tokenizer])
+def test_a_model_that_cannot_be_loaded_is_one_line(tmp_path: Path, spoil: Callable[[Path], str]) -> None:
+    """Only who loads it finds out; the terminal says what is wrong and where, and nothing stays."""
+    shutil.copytree(DEFAULT_MODEL, tmp_path / "broken")
+    said = spoil(tmp_path / "broken")
     environment = {**os.environ, "SHOAL_HOME": str(tmp_path / "home"), "SHOAL_HTTP_PORT": "0"}
     done = subprocess.run(
         [sys.executable, "-m", "run.cli", "up"],
@@ -137,7 +150,9 @@ def test_a_system_that_cannot_start_shows_why(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 1
-    assert "decode did not start" in done.stdout and "is not a number" in done.stdout
+    _, _, rest = done.stdout.partition("\n")  # the broker's line
+    assert re.fullmatch(rf"shoal: SHOAL_MODEL: {re.escape(str(tmp_path))}/broken/{said}.*\n", rest), done.stdout
+    assert "Traceback" not in done.stdout + (tmp_path / "home" / "logs" / "decode.log").read_text()
     with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.1", _nats_port(done.stdout))):
         pass
 
