@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import mmap
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
+import numpy as np
 import torch
 
 from kernels.audit import audit, refuse
@@ -30,8 +31,9 @@ _TYPES = {
 }
 _CPU = torch.device("cpu")
 _NORESERVE = 0x4000 if sys.platform == "linux" else 0  # not yet named in Python 3.11
-_NAN_SCALE = 255
-_CHUNK_ROWS = 1 << 20
+_CHUNK_VALUES = 1 << 24
+MAX_CHECKED_BYTES = 1 << 30
+"""Codes of a larger table are not looked at when it is loaded: that would read all of it."""
 
 
 class Weight(NamedTuple):
@@ -78,6 +80,20 @@ class Checkpoint:
         """Hold all names, shapes and types against `config`; one error lists all that is wrong."""
         refuse(audit(config, self._shards))
 
+    def check(self, name: str, tell: Callable[[int], object] = lambda num_bytes: None) -> None:
+        """Read a tensor as it lies in its file, in chunks, and refuse it if a value is not a number.
+
+        `tell` hears of the bytes of each chunk. Any packed FP4 code is a number, so these are not read.
+        """
+        entry = self._shards.entries[name]
+        values = self._stored(name, entry.shape, (entry.dtype,)).view(-1)
+        for start in range(0, len(values), _CHUNK_VALUES):
+            part = values[start : start + _CHUNK_VALUES]
+            if entry.dtype not in PACKED and (bad := _first_bad(part)) is not None:
+                place = [int(one) for one in np.unravel_index(start + bad, entry.shape)]
+                self._refuse_value(name, place)
+            tell(part.nbytes)
+
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
         """A BF16 or FP32 tensor of `shape`, as contiguous fp32."""
         value = self._stored(name, shape, PLAIN).to(torch.float32).contiguous()
@@ -110,16 +126,17 @@ class Checkpoint:
     def table(self, name: str, rows: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
         """E4M3 codes `[rows, dim]` and E8M0 scales `[rows, dim / 32]`, both as stored: a row is read when looked up.
 
-        They stay on the host. Scales are checked now, which reads them; codes are not.
+        They stay on the host. Scales are checked now, which reads them; so are codes, up to 1 GiB of them. Larger
+        tables are trusted: `shoal checkpoint inspect --values` reads them.
         """
         codes = self._stored(f"{name}.weight", (rows, dim), (FP8,))
+        if codes.nbytes <= MAX_CHECKED_BYTES:
+            self.check(f"{name}.weight")
         return codes, self._scale(name, rows, dim // 32)
 
     def _fp8(self, name: str, n: int, k: int) -> Fp8Weight:
         codes, scale = self._stored(f"{name}.weight", (n, k), (FP8,)), self._scale(name, -(-n // 32), k // 32)
-        nan = codes.view(torch.uint8) & 127 == 127
-        if bool(nan.any()):
-            self._refuse_value(f"{name}.weight", nan, 0)
+        self.check(f"{name}.weight")
         return Fp8Weight(codes.to(self.device), scale.to(self.device))
 
     def _fp4(self, names: Sequence[str], num: int, n: int, k: int) -> Fp4Weights:
@@ -147,20 +164,14 @@ class Checkpoint:
     def _scale(self, name: str, *shape: int) -> torch.Tensor:
         name = f"{name}.scale"
         scale = self._stored(name, shape, ("F8_E8M0",))
-        for start in range(0, len(scale), _CHUNK_ROWS):
-            part = scale[start : start + _CHUNK_ROWS].view(torch.uint8)
-            if int(part.max()) == _NAN_SCALE:
-                self._refuse_value(name, part == _NAN_SCALE, start)
+        self.check(name)
         return scale
 
     def _check_numbers(self, name: str, value: torch.Tensor) -> None:
-        # A sum is not a number as soon as one value is not, and costs no second array.
-        if bool(value.sum().isnan()) and bool(value.isnan().any()):
-            self._refuse_value(name, value.isnan(), 0)
+        if (bad := _first_bad(value)) is not None:
+            self._refuse_value(name, [int(one) for one in np.unravel_index(bad, value.shape)])
 
-    def _refuse_value(self, name: str, bad: torch.Tensor, first_row: int) -> None:
-        place = bad.nonzero()[0].tolist()
-        place[0] += first_row
+    def _refuse_value(self, name: str, place: list[int]) -> NoReturn:
         raise CheckpointError(f"{self._shards.files[name]}: {name} is not a number at {place}")
 
     def _stored(self, name: str, shape: tuple[int, ...], dtypes: Sequence[str]) -> torch.Tensor:
@@ -179,6 +190,19 @@ class Checkpoint:
             return torch.frombuffer(file, dtype=dtype, count=prod(shape), offset=entry.offset).view(shape)
         except ValueError as error:
             raise CheckpointError(f"{entry.path}: cannot read {name}: {error}") from None
+
+
+def _first_bad(values: torch.Tensor) -> int | None:
+    """The first, in their order, that is not a number."""
+    if values.dtype == torch.float8_e8m0fnu:
+        bad = values.view(torch.uint8) == 255
+    elif values.dtype == torch.float8_e4m3fn:
+        bad = values.view(torch.uint8) & 127 == 127
+    elif not bool(values.sum().isnan()):  # a sum is not a number as soon as one value is not, and takes no room
+        return None
+    else:
+        bad = values.isnan()
+    return int(bad.view(-1).nonzero()[0]) if bool(bad.any()) else None
 
 
 def _map(path: Path) -> mmap.mmap:

@@ -22,16 +22,20 @@ def make_command(folder: Path, *, seed: int = DEFAULT_SEED) -> None:
 
 
 @app.command
-def inspect(folder: Path, *, json: bool = False) -> int:
+def inspect(folder: Path, *, values: bool = False, json: bool = False) -> int:
     """Print what a checkpoint folder holds, and what is wrong with it; status 1 if anything is.
 
-    Names, shapes and types of all tensors are held against config.json; values are not read. With config.json and
-    model.safetensors.index.json alone, names are checked.
+    Read are config.json, the index and the headers of all files: names, shapes, types and sizes of all tensors are held
+    against config.json. Values are read with --values only, tokenizer.json and shoal.json not at all. With config.json
+    and model.safetensors.index.json alone, names are checked.
 
     Parameters
     ----------
     folder
         Where config.json is, and model.safetensors or an index with its shards.
+    values
+        Read all values too, once, and report tensors with one that is not a number. Skipped are packed FP4 codes, all
+        of which are numbers. Takes as long as reading the files does.
     json
         Print one JSON object instead of a table, all problems included.
     """
@@ -39,7 +43,7 @@ def inspect(folder: Path, *, json: bool = False) -> int:
     from run.inspection import print_inspection
 
     try:
-        return print_inspection(folder, as_json=json)
+        return print_inspection(folder, values=values, as_json=json)
     except (ConfigError, OSError) as error:
         raise SystemExit(str(error)) from None
 

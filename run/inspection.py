@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from math import prod
 from pathlib import Path
 
 from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from kernels.audit import Form, audit, forms, lines
 from kernels.config import LayerRole, ModelConfig
-from kernels.shards import Problem, Shards, read_shards
+from kernels.shards import CheckpointError, Problem, Shards, read_shards
 from kernels.tensors import VALUE_BYTES, model_tensors
 from run.status import PIPE_COLUMNS
 
@@ -33,12 +35,16 @@ class Share:
 
 @dataclass
 class Inspection:
-    """A folder's configuration and files, and what is wrong with them. Reads headers, no values. Raises ConfigError."""
+    """A folder's configuration and files, and what is wrong with them. Raises ConfigError.
+
+    `of` reads headers; `read_values` the values too, if there is nothing wrong so far.
+    """
 
     config: ModelConfig
     shards: Shards
     problems: list[Problem]
     shares: dict[tuple[str, str], Share]
+    has_read_values: bool = False
 
     @classmethod
     def of(cls, folder: Path) -> Inspection:
@@ -50,11 +56,33 @@ class Inspection:
         ordered = dict(sorted(shares.items(), key=lambda item: PARTS.index(item[0][0])))
         return cls(config, shards, audit(config, shards), ordered)
 
+    def read_values(self, folder: Path, console: Console) -> None:
+        """Add a problem for each tensor with a value that is not a number; a bar on `console` shows how far it is."""
+        if self.problems:
+            return
+        from kernels.checkpoint import Checkpoint  # torch
+
+        try:
+            checkpoint = Checkpoint(folder)
+        except CheckpointError as error:
+            self.problems.append(Problem(self.shards.path, _less(self.shards.path, error)))
+            return
+        columns = (TextColumn("values"), BarColumn(), DownloadColumn(True), TimeRemainingColumn())
+        with Progress(*columns, console=console, transient=True) as progress:
+            entries = sorted(self.shards.entries.items(), key=lambda item: (item[1].path, item[1].offset))
+            task = progress.add_task("", total=sum(entry.num_bytes for _, entry in entries))
+            for name, entry in entries:
+                try:
+                    checkpoint.check(name, partial(progress.advance, task))
+                except CheckpointError as error:
+                    self.problems.append(Problem(entry.path, _less(entry.path, error)))
+        self.has_read_values = True
+
     @property
     def checked(self) -> str:
         """What the answer rests on."""
         if self.shards.entries:
-            return "names, shapes, types"
+            return "names, shapes, types" + (", values" if self.has_read_values else "")
         return "names" if self.shards.files else "nothing"
 
     @property
@@ -94,9 +122,11 @@ class Inspection:
         )
 
 
-def print_inspection(folder: Path, *, as_json: bool) -> int:
+def print_inspection(folder: Path, *, values: bool, as_json: bool) -> int:
     """Print it; status 1 when anything is wrong. Raises ConfigError."""
     found = Inspection.of(folder)
+    if values:
+        found.read_values(folder, Console(stderr=True))
     if as_json:
         print(found.as_json())
         return 1 if found.problems else 0
@@ -114,8 +144,16 @@ def print_inspection(folder: Path, *, as_json: bool) -> int:
         print(f"Left out: {part}, of which config.json speaks.")
     for line in lines(found.problems):
         print(line)
-    print(f"Problems: {len(found.problems):,}" if found.problems else "No problem found.")
+    if not found.has_read_values:
+        print("Values were not read" + (", for what is wrong without them." if values else ": give --values."))
+    no_problem = "No problem found, in values either." if found.has_read_values else "No problem found."
+    print(f"Problems: {len(found.problems):,}" if found.problems else no_problem)
     return 1 if found.problems else 0
+
+
+def _less(path: Path, error: CheckpointError) -> str:
+    """An error without the file it names first."""
+    return str(error).removeprefix(f"{path}: ")
 
 
 def _add(form: Form, shards: Shards, share: Share) -> None:

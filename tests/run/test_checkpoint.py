@@ -12,6 +12,7 @@ from typing import Any
 import deepseek_recipe
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
@@ -113,6 +114,35 @@ def test_inspect_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         "file": str(tmp_path / "model.safetensors"),
         "what": "layers.3.ffn.experts.2.w1.weight is missing",
     }
+
+
+def test_values_are_read_when_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copy(TINY / "config.json", tmp_path)
+    tensors = load_file(TINY / "model.safetensors")
+    bad = ("layers.0.attn.wkv.scale", "layers.2.engram.embed.weight", "vision.norm.weight")
+    tensors[bad[0]].view(torch.uint8)[1, 2] = 0xFF
+    tensors[bad[1]].view(torch.uint8)[7, 3] = 0x7F
+    tensors[bad[2]][5] = torch.nan
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert inspect(tmp_path) == 0  # headers alone
+    assert "Values were not read: give --values." in capsys.readouterr().out
+    assert inspect(tmp_path, values=True, json=True) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["checked"] == "names, shapes, types, values"
+    assert sorted(problem["what"] for problem in told["problems"]) == [
+        f"{name} is not a number at {place}" for name, place in zip(bad, ("[1, 2]", "[7, 3]", "[5]"), strict=True)
+    ]
+    assert {problem["file"] for problem in told["problems"]} == {str(tmp_path / "model.safetensors")}
+    assert inspect(TINY, values=True) == 0
+    assert "No problem found, in values either." in capsys.readouterr().out
+
+
+def test_values_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copy(TINY / "config.json", tmp_path)
+    index = {"weight_map": dict.fromkeys(load_file(TINY / "model.safetensors"), "model-00001.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert inspect(tmp_path, values=True) == 1
+    assert "index.json: none of its files is there" in capsys.readouterr().out
 
 
 def test_inspecting_without_files_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
