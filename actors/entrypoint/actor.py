@@ -107,6 +107,8 @@ class Entrypoint(Actor):
     async def _on_submit(self, submit: Submit, envelope: Envelope) -> Submitted:
         if self.is_draining:
             raise fail(Code.SHUTTING_DOWN, f"entrypoint {self.id} takes no new requests")
+        if self.shard.holds(submit):
+            return Submitted(shard=self.id)
         request = self.shard.submit(submit, self.now_s())
         if request is None:
             raise fail(Code.DUPLICATE_REQUEST, f"a request with the id {submit.request_id} is running")

@@ -29,6 +29,11 @@ class Shard:
         self._epochs = itertools.count(first_epoch)
         self._strays: dict[tuple[str, str], float] = {}
 
+    def holds(self, submit: Submit) -> bool:
+        """It is live, by this very message: the answer to an earlier one was lost."""
+        known = self._requests.get(submit.request_id)
+        return known is not None and known.end is None and known.submit == submit
+
     def submit(self, submit: Submit, now_s: float) -> Request | None:
         """A new request; None if one with its id is live."""
         known = self._requests.get(submit.request_id)

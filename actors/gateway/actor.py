@@ -213,6 +213,9 @@ class Gateway(Actor):
                 answer: Called | Answer = await self._call(request, protocol, tenant, upload, stream.stream_id)
             except BusError as error:
                 exchange.is_over = error.code not in _UNANSWERED
+                if error.code is Code.DEADLINE_EXCEEDED:
+                    why = f"no recipe answered within {CALL_TIMEOUT_S:g} s: a question or an answer was lost on its way"
+                    raise fail(Code.WORKER_LOST, why) from None
                 raise
             if isinstance(answer, Answer):
                 exchange.is_over = True

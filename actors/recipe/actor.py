@@ -189,17 +189,24 @@ class Recipe(PublicActor):
             self.spawn(self._cancel_at(request.shard, request.id, CancelReason.CLIENT))
 
     async def _place(self, request: OpenRequest, submit: Submit) -> str:
-        """The shard that took it: the one its id belongs to, or the next one if that is gone. Raises BusError."""
+        """The shard that took it: the one its id belongs to, asked again when silent, or the next one if that is gone.
+
+        Raises BusError.
+        """
         tried: set[str] = set()
+        num_silences = 0
         while not request.is_cancelled:
             shard = self._shards.owner(request.id, tried, self.now_s())
             address = SUBMIT.at(shard) if shard else SUBMIT.any()  # none has reported itself yet
             try:
                 return (await self.bus.ask(address, submit, timeout_s=ASK_TIMEOUT_S)).shard
             except BusError as error:
-                if error.code not in (Code.NO_RESPONDERS, Code.SHUTTING_DOWN) or not shard:
+                if shard and error.code in (Code.NO_RESPONDERS, Code.SHUTTING_DOWN):
+                    tried.add(shard)
+                elif not shard or error.code is not Code.DEADLINE_EXCEEDED:
                     raise
-                tried.add(shard)
+                elif (num_silences := num_silences + 1) == MAX_STRIKES:
+                    raise fail(Code.WORKER_LOST, "the entrypoint that the request belongs to is silent") from None
         raise fail(Code.CANCELLED, "the request was cancelled")
 
     def on_client(self, protocol: Protocol, delivery: Delivery) -> None:

@@ -87,6 +87,8 @@ class FakeEntrypoint(Actor):
     async def _on_submit(self, submit: Submit, envelope: Envelope) -> Submitted:
         if self.refusal is not None:
             raise BusError(self.refusal)
+        if self.submitted.get(submit.request_id) == submit:
+            return Submitted(shard=self.id)
         self.submitted[submit.request_id] = submit
         self.held[submit.request_id] = ([], None)
         if not self.is_silent:

@@ -103,9 +103,24 @@ def test_the_same_id_twice_at_once_is_refused_and_later_is_not() -> None:
         async with core(cost=SLOW) as system:
             await system.send(submit("r1"))
             with pytest.raises(BusError) as refused:
-                await system.send(submit("r1"))
+                await system.send(submit("r1", max_tokens=9))
             assert refused.value.code is Code.DUPLICATE_REQUEST
             await system.listener.over("r1").wait()
+
+    run_virtual(main())
+
+
+def test_the_same_message_twice_is_one_request() -> None:
+    """Its sender had no answer to the first."""
+
+    async def main() -> None:
+        async with core(cost=SLOW) as system:
+            await system.send(submit("r1"))
+            await asyncio.sleep(0.02)
+            await system.send(submit("r1"))
+            await system.listener.over("r1").wait()
+            assert len(system.listener.tokens["r1"]) == 8 and not system.listener.wrongs
+            assert await quiet(system) == {}
 
     run_virtual(main())
 

@@ -230,7 +230,7 @@ def test_a_call_whose_answer_is_lost_is_cancelled(
 
             monkeypatch.setattr(system.broker, "publish", lossy)
             answer = await client.post(CHAT_PATH, json=BODIES[CHAT_PATH])
-            assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "worker_lost")
             [id] = system.entrypoint.submitted
             await system.entrypoint.until(lambda: id in system.entrypoint.cancelled)
             assert len(system.recipe._open) == 0

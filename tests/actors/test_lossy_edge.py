@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from actors.gateway import actor as gateway_actor
+from actors.recipe import actor as recipe_actor
 from actors.recipe.card import ModelCard
 from actors.rules import window
 from bus import actor as bus_actor
@@ -112,5 +113,35 @@ def test_what_is_not_kept_any_more_ends_the_stream_with_an_error(
             events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
             assert events[-1]["error"]["code"] == "worker_lost"
             assert "[DONE]" not in answer.text
+
+    run_async(main())
+
+
+@pytest.mark.parametrize("most", [1, 2, 3])
+@pytest.mark.parametrize("word", [b"Submit", b"Submitted"])
+def test_a_lost_submission_is_made_again(
+    run_async: Run, card: ModelCard, monkeypatch: pytest.MonkeyPatch, word: bytes, most: int
+) -> None:
+    monkeypatch.setattr(recipe_actor, "ASK_TIMEOUT_S", 0.2)
+
+    class Losing(RecordingBroker):
+        num_lost = 0
+
+        def publish(self, source, delivery) -> None:  # type: ignore[no-untyped-def]
+            is_hit = delivery.subject.endswith(".submit") if word == b"Submit" else word in delivery.body
+            if is_hit and self.num_lost < most:
+                self.num_lost += 1
+            else:
+                super().publish(source, delivery)
+
+    async def main() -> None:
+        broker = Losing()
+        async with edge(card, broker=broker) as system, http(system) as client:
+            answer = await client.post(CHAT_PATH, json=BODIES[CHAT_PATH])
+            assert broker.num_lost == most
+            if most < 3:
+                assert answer.status_code == 200 and len(system.entrypoint.submitted) == 1
+            else:
+                assert (answer.status_code, answer.json()["error"]["code"]) == (503, "worker_lost")
 
     run_async(main())
