@@ -115,6 +115,7 @@ class Entrypoint(Actor):
         span = tracer.start_span("entrypoint", context=envelope.context)
         span.set_attribute("shoal.request.id", request.id)
         span.set_attribute("gen_ai.usage.input_tokens", submit.num_prompt_tokens)
+        span.set_attribute("shoal.exact", submit.exact)
         self._spans[request.id] = span
         self.spawn(self._place(request, span))
         return Submitted(shard=self.id)
