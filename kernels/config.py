@@ -7,23 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any, Literal
 
 from kernels.keys import ConfigError as ConfigError
 from kernels.keys import convert, convert_fields, parse
+from kernels.published import TEXT_LIMITS, check_published
 from kernels.vision_config import VisionConfig
 
-# Values that the arithmetic here is written for: another one is another model, not an option.
-_FIXED: dict[str, Any] = {
-    "num_key_value_heads": 1,
-    "scoring_func": "sqrtsoftplus",
-    "topk_method": "noaux_tc",
-    "norm_topk_prob": True,
-    "hidden_act": "silu",
-    "n_shared_experts": 1,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-}
 # The draft stages' keys, and those of candidates and Engram, say nothing in a model that has none.
 _POSITIVE = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "qk_rope_head_dim"),
@@ -153,9 +144,7 @@ class ModelConfig:
     def from_keys(cls, top: dict[str, Any]) -> ModelConfig:
         """Build from the parsed JSON object (with its `text_config`). Raises ConfigError naming the key."""
         text = top["text_config"]
-        for key, want in _FIXED.items():
-            if text.get(key, want) != want:
-                raise ConfigError(f"text_config.{key} must be {want!r}, not {text[key]!r}")
+        check_published(top)
         values: dict[str, Any] = {}
         for field in dataclasses.fields(cls):
             key = _TOP_LEVEL.get(field.name, field.name)
@@ -215,6 +204,8 @@ class ModelConfig:
 
         for name in _POSITIVE:
             need(getattr(self, name) > 0, f"{name} must be positive")
+        for name, most in TEXT_LIMITS.items():
+            need(getattr(self, name) <= most, f"{name} must be at most {most:,}")
         for name, value in vars(self.rope_scaling).items():
             need(value > 0, f"rope_scaling.{name} must be positive")
         need(self.rms_norm_eps >= 0 and self.hc_eps >= 0, "rms_norm_eps and hc_eps must not be negative")
@@ -234,6 +225,10 @@ class ModelConfig:
         need(rope <= self.index_head_dim, "qk_rope_head_dim must be at most index_head_dim")
         need(self.num_attention_heads % self.o_groups == 0, "o_groups must divide num_attention_heads")
         need(self.num_experts_per_tok <= self.n_routed_experts, "num_experts_per_tok exceeds n_routed_experts")
+        if self.engram_layer_ids:
+            for name in ("engram_vocab_size", "engram_n_heads", "engram_head_dim"):
+                need(getattr(self, name) > 0, f"{name} must be positive")
+            need(self.engram_max_ngram_size > 1, "engram_max_ngram_size must be at least 2")
         need(len(self.engram_num_embeddings) == len(self.engram_layer_ids), "engram_num_embeddings: one per layer")
         self._check_drafts(need)
         self._check_vision()
@@ -256,6 +251,9 @@ class ModelConfig:
         reach = (self.candidate_topk_blocks - 1) * self.candidate_block_size + 1
         reindexes = any(role.mode == "reindex" for role in self.layers)
         need(not reindexes or reach >= self.index_topk, "candidate_topk_blocks leaves fewer rows than index_topk")
+        source = self.candidate_source_layer_id
+        is_source = source in self.kv_source_layer_ids and self.compress_ratios[source] == 1
+        need(not reindexes or is_source, "candidate_source_layer_id must name a layer that owns KV of ratio 1")
 
     def _check_drafts(self, need: Callable[[bool, str], None]) -> None:
         if not self.num_nextn_predict_layers:
@@ -286,7 +284,7 @@ class ModelConfig:
 def _read(name: str, kind: str, value: Any) -> Any:
     if kind == "RopeScaling" and isinstance(value, dict):
         if value.get("rope_type", "yarn") != "yarn":
-            raise ConfigError(f"{name}.rope_type must be 'yarn', not {value['rope_type']!r}")
+            raise ConfigError(f"{name}.rope_type must be 'yarn', not {short(value['rope_type'])}")
         return RopeScaling(**convert_fields(name, RopeScaling, value))
     if kind == "VisionConfig | None" and isinstance(value, dict):
         return VisionConfig(**convert_fields(name, VisionConfig, value))

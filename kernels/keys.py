@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from reprlib import repr as short
 from typing import Any
+
+_BEYOND = 1 << 63
 
 
 class ConfigError(ValueError):
@@ -23,6 +26,11 @@ def convert(name: str, kind: str, value: Any) -> Any:
     """`value` of the key `name` as the field type `kind`. Raises ConfigError naming the key."""
     if kind.endswith(" | None"):
         return None if value is None else convert(name, kind.removesuffix(" | None"), value)
+    items = value if isinstance(value, list) else [value]
+    # JSON knows neither NaN nor infinity, but its reader does; integers have any length.
+    checked = (int, float) if kind == "float" else (int,)
+    if any(type(item) in checked and not abs(item) < _BEYOND for item in items):
+        raise ConfigError(f"{name} is out of range")
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if kind == "int" and number and float(value).is_integer():
         return int(value)
@@ -30,7 +38,7 @@ def convert(name: str, kind: str, value: Any) -> Any:
         return float(value)
     if kind == "tuple[int, ...]" and isinstance(value, list) and all(type(item) is int for item in value):
         return tuple(value)
-    raise ConfigError(f"{name} must be {kind}, not {value!r}")
+    raise ConfigError(f"{name} must be {kind}, not {short(value)}")
 
 
 def convert_fields(name: str, target: Any, keys: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from kernels.keys import ConfigError
+from kernels.published import VISION_LIMITS
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class VisionConfig:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             need(field.name in ("min_pixels", "max_wh_ratio") or value > 0, f"{field.name} must be positive")
+        for name, most in VISION_LIMITS.items():
+            need(getattr(self, name) <= most, f"{name} must be at most {most:,}")
         need(self.min_pixels >= 0, "min_pixels must not be negative")
         need(self.max_wh_ratio is None or self.max_wh_ratio >= 1, "max_wh_ratio must be null or at least 1")
         need(self.hidden_size % (4 * self.num_attention_heads) == 0, "hidden_size must be heads times a multiple of 4")
