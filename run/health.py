@@ -73,7 +73,7 @@ def check(members: Iterable[Member], nats_url: str) -> int:
 async def on_bus(nats_url: str, *, name: str) -> AsyncIterator[Bus]:
     """A bus for a short errand. Raises BusError when there is no broker, SettingsError without an address."""
     if not nats_url:
-        raise SettingsError("SHOAL_NATS_URL is not set and no stack runs from SHOAL_HOME; start one with `shoal up`")
+        raise SettingsError("SHOAL_NATS_URL is not set; start one with `shoal up`")
     bus = Bus(await NatsWire.connect(nats_url, name=name, timeout_s=CHECK_TIMEOUT_S))
     try:
         await bus.open()

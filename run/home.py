@@ -84,7 +84,7 @@ class Home:
             with (self.folder / "lock").open() as lock:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 return None
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
             return None
         except BlockingIOError:
             return msgspec.json.decode(self._run_file.read_bytes(), type=Running) if self._run_file.exists() else None

@@ -245,16 +245,16 @@ class Stack:
 
 def up(specs: tuple[ProcessSpec, ...], settings: Settings, console: Console, ready_file: Path | None) -> int:
     """Run a whole system until it is told to stop; the exit status. Raises SettingsError before anything is started."""
-    _check(settings, ready_file)
-    specs = serving(specs, settings)
     home = Home(settings.home)
+    if ready_file is not None:
+        _clear(ready_file, home)
+    _check(settings)
+    specs = serving(specs, settings)
     try:
         home.acquire()
     except OSError as error:
         raise SettingsError(f"SHOAL_HOME={settings.home}: {error.strerror}; set it to a folder you can write") from None
     try:
-        if ready_file is not None:
-            ready_file.unlink(missing_ok=True)  # one of an earlier run would be believed
         logging.basicConfig(
             filename=home.log_path("up"), level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s"
         )
@@ -266,7 +266,15 @@ def up(specs: tuple[ProcessSpec, ...], settings: Settings, console: Console, rea
         home.release()
 
 
-def _check(settings: Settings, ready_file: Path | None) -> None:
+def _clear(ready_file: Path, home: Home) -> None:
+    """Remove the file of a run that was killed: it would be believed. Raises SettingsError if none can be written."""
+    if ready_file.is_dir() or not os.access(ready_file.absolute().parent, os.W_OK):
+        raise SettingsError(f"--ready-file {ready_file}: give a file in a folder that exists and that you can write")
+    if home.read() is None:  # else it may be of the one that runs
+        ready_file.unlink(missing_ok=True)
+
+
+def _check(settings: Settings) -> None:
     """What would fail later, in some process, fails here and now. Raises SettingsError."""
     try:
         ModelCard.from_folder(settings.model)
@@ -278,8 +286,6 @@ def _check(settings: Settings, ready_file: Path | None) -> None:
         raise SettingsError(f"SHOAL_MODEL: {error}") from None
     except KeysError as error:
         raise SettingsError(str(error)) from None
-    if ready_file is not None and (ready_file.is_dir() or not os.access(ready_file.absolute().parent, os.W_OK)):
-        raise SettingsError(f"--ready-file {ready_file}: give a file in a folder that exists and that you can write")
 
 
 def _claim_port(port: int) -> int:

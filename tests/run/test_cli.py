@@ -44,14 +44,15 @@ def test_every_command_has_help(command: str, tmp_path: Path) -> None:
         (["node"], {}, "shoal: no actors given"),
         (["node", "decode/d0"], {}, "shoal: SHOAL_NATS_URL is not set"),
         (["node", "chef/c0"], {}, "there is no role 'chef'"),
-        (["status"], {}, "start one with `shoal up`"),
-        (["health", "decode/d0"], {}, "start one with `shoal up`"),
+        (["status"], {}, "shoal: no stack runs from {folder}/home (SHOAL_HOME) and SHOAL_NATS_URL is not set"),
+        (["status"], {"SHOAL_HOME": "/dev/null"}, "shoal: no stack runs from /dev/null (SHOAL_HOME)"),
+        (["health", "decode/d0"], {}, "shoal: SHOAL_NATS_URL is not set; start one with `shoal up`"),
     ],
 )
 def test_mistakes_are_one_line(arguments: list[str], environment: dict[str, str], error: str, tmp_path: Path) -> None:
     done = shoal(*arguments, folder=tmp_path, **environment)
     assert done.returncode == 2
-    assert error in done.stderr
+    assert error.format(folder=tmp_path) in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
 
 

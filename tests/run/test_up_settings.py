@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from kernels.shards import read_shards
+from run.home import Home, Running
 from run.settings import Settings, SettingsError
 from run.up import up
 
@@ -102,3 +103,20 @@ def test_a_ready_file_that_cannot_be_written(settings: Settings, tmp_path: Path,
     with pytest.raises(SettingsError, match="--ready-file"):
         start(settings, tmp_path / name)
     assert not settings.home.exists(), "nothing was started"
+
+
+def test_a_ready_file_of_a_killed_system_is_not_believed(settings: Settings, tmp_path: Path) -> None:
+    """Also where nothing is started; but the one of a system that runs stays."""
+    ready_file = tmp_path / "ready.json"
+    ready_file.write_text("{}")
+    refused = replace(settings, api_keys=",,=")
+    running = Home(settings.home)
+    running.acquire()
+    running.write(Running(pid=1, http="", nats_url=""))
+    with pytest.raises(SettingsError):
+        start(refused, ready_file)
+    assert ready_file.exists()
+    running.release()
+    with pytest.raises(SettingsError):
+        start(refused, ready_file)
+    assert not ready_file.exists()
