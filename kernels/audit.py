@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from reprlib import repr as short
 from typing import NamedTuple
 
 from kernels.config import ModelConfig
@@ -105,7 +106,7 @@ def _compare(want: Stored, shards: Shards) -> list[Problem]:
     if entry.dtype not in want.dtypes:
         return [Problem(entry.path, f"{want.name} is {entry.dtype}, expected {' or '.join(want.dtypes)}")]
     if entry.shape != want.shape:
-        return [Problem(entry.path, f"{want.name} has shape {list(entry.shape)}, expected {list(want.shape)}")]
+        return [Problem(entry.path, f"{want.name} has shape {short(list(entry.shape))}, expected {list(want.shape)}")]
     return _sized(want.name, entry)
 
 

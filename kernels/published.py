@@ -46,7 +46,7 @@ def check_published(top: dict[str, Any]) -> None:
     if quantization is not None:
         for key in quantization:
             if key not in _QUANTIZATION:
-                raise ConfigError(f"quantization_config.{key} is not known here")
+                raise ConfigError(f"quantization_config.{ascii(key)[1:-1]} is not known here")
         for key in _NEEDED:
             if key not in quantization:
                 raise ConfigError(f"quantization_config.{key} is missing")

@@ -91,8 +91,9 @@ def _read_index(index: Path, shards: Shards) -> None:
     if not isinstance(weight_map, dict):
         raise ValueError("no weight_map of names to files")
     for name, file in weight_map.items():
+        _need_name(name)
         # A file of the folder itself: an index does not send us elsewhere.
-        if not isinstance(file, str) or file in ("", "..") or Path(file).name != file:
+        if not isinstance(file, str) or file in ("", "..") or Path(file).name != file or not file.isprintable():
             what = f"{short(file)} is not the name of a file in the folder"
             raise ValueError(f"no weight_map of names to files: {name}: {what}")
     metadata = content.get("metadata")
@@ -155,6 +156,7 @@ def _entries(path: Path, problems: list[Problem]) -> dict[str, Entry] | None:
 
 def _entry(path: Path, name: str, keys: Any, first: int) -> Entry:
     """One tensor of a header; `first` is where the values of the file begin. Raises ValueError."""
+    _need_name(name)
     if not isinstance(keys, dict) or not {"dtype", "shape", "data_offsets"} <= set(keys):
         raise ValueError(f"{name}: dtype, shape and data_offsets are not given")
     dtype, shape, offsets = keys["dtype"], keys["shape"], keys["data_offsets"]
@@ -177,6 +179,12 @@ def _end_of_row(entries: dict[str, Entry], first: int) -> tuple[str, int]:
             raise ValueError(f"{name} begins at byte {entry.offset - first} of the values, expected at {end - first}")
         last, end = f"the last tensor, {name}", end + entry.num_bytes
     return last, end
+
+
+def _need_name(name: str) -> None:
+    """Raises ValueError for a tensor's name that would not read as what it is on a terminal."""
+    if not name.isprintable():
+        raise ValueError(f"{short(name)} is not a name")
 
 
 def _is_size(value: Any) -> bool:

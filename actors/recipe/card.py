@@ -95,6 +95,8 @@ def _read(path: Path) -> dict[str, Any]:
         value = parse(path.read_bytes())
     except FileNotFoundError:
         raise CardError(f"{path}: not found") from None
+    except OSError as error:
+        raise CardError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise CardError(f"{path}: not JSON: {error}") from None
     if not isinstance(value, dict):

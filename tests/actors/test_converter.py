@@ -229,6 +229,9 @@ def test_card_of_a_broken_folder(tmp_path: Path, name: str) -> None:
     (tmp_path / name).unlink()
     with pytest.raises(CardError, match=name):
         ModelCard.from_folder(tmp_path)
+    (tmp_path / name).mkdir()
+    with pytest.raises(CardError, match=name):
+        ModelCard.from_folder(tmp_path)
 
 
 def test_card_of_a_broken_tokenizer(tmp_path: Path) -> None:

@@ -88,6 +88,7 @@ def test_roles_of_the_layers() -> None:
             (lambda c, key=key: c.update(quantization_config=quantized(**{key: "x"})), f"quantization_config.{key} ")
             for key in (*QUANTIZED, "fmt", "modules_to_not_convert")
         ],
+        (lambda c: c.update(quantization_config={"\ud800": 1}), "quantization_config.\\ud800 is not known here"),
         (lambda c: c.update(quantization_config={}), "quantization_config.quant_method is missing"),
         *[
             (lambda c, key=key: c["text_config"].update({key: 10**9}), f"text_config.{key} must be at most")

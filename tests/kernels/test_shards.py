@@ -34,6 +34,8 @@ def problems(folder: Path) -> list[str]:
         (b"[" * 100_000, 0, "nested too deep"),
         (b'{"a":' * 100_000, 0, "nested too deep"),
         ({"a": 1}, 0, "a: dtype, shape and data_offsets are not given"),
+        ({"a\n\x1b[31m": entry(0, 4)}, 4, "'a\\n\\x1b[31m' is not a name"),
+        ({"\ud800": entry(0, 4)}, 4, "'\\ud800' is not a name"),
         ({"a": entry(0, 4, dtype=["F32"])}, 4, "a: dtype ['F32'] is not a name"),
         ({"a": entry(0, 4, shape=[1.0])}, 4, "a: shape [1.0] is not a list of sizes"),
         ({"a": entry(0, 4, shape=[-1])}, 4, "a: shape [-1] is not a list of sizes"),
@@ -73,6 +75,8 @@ def test_entries_in_any_order_and_without_values_are_no_problem(tmp_path: Path) 
         ({"weight_map": {"norm.weight": "a/b"}}, "norm.weight: 'a/b' is not the name of a file in the folder"),
         ({"metadata": {"total_size": "7"}, "weight_map": {"a": "b"}}, "metadata.total_size '7' is not a number"),
         ({"metadata": {"total_size": 1.5}, "weight_map": {"a": "b"}}, "metadata.total_size 1.5 is not a number"),
+        ({"weight_map": {"norm\n": "a"}}, "'norm\\n' is not a name"),
+        ({"weight_map": {"norm.weight": "\ud800"}}, "norm.weight: '\\ud800' is not the name of a file in the folder"),
         ({"metadata": [7], "weight_map": {"a": "b"}}, "metadata is not an object"),
     ],
 )
@@ -84,7 +88,7 @@ def test_an_index_that_does_not_hold(tmp_path: Path, index: Any, named: str) -> 
 
 
 def test_a_file_name_that_no_file_can_have(tmp_path: Path) -> None:
-    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "x" * 300, "b": "y\0"}}))
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "x" * 300}}))
     assert read_shards(tmp_path).index_only
 
 
