@@ -31,7 +31,8 @@ _TYPES = {
 }
 _CPU = torch.device("cpu")
 _NORESERVE = 0x4000 if sys.platform == "linux" else 0  # not yet named in Python 3.11
-_CHUNK_VALUES = 1 << 24
+_NAN_CODE = {torch.float8_e4m3fn: 0x7F, torch.float8_e8m0fnu: 0xFF}  # less the sign
+_CHUNK_VALUES = 1 << 20
 MAX_CHECKED_BYTES = 1 << 30
 """Codes of a larger table are not looked at when it is loaded: that would read all of it."""
 
@@ -194,15 +195,16 @@ class Checkpoint:
 
 def _first_bad(values: torch.Tensor) -> int | None:
     """The first, in their order, that is not a number."""
-    if values.dtype == torch.float8_e8m0fnu:
-        bad = values.view(torch.uint8) == 255
-    elif values.dtype == torch.float8_e4m3fn:
-        bad = values.view(torch.uint8) & 127 == 127
-    elif not bool(values.sum().isnan()):  # a sum is not a number as soon as one value is not, and takes no room
+    if values.dtype in _NAN_CODE:
+        mask = _NAN_CODE[values.dtype]
+        codes = values.view(torch.uint8) & mask
+        # No code is larger; a maximum takes a tenth of the time of comparing each.
+        return None if int(codes.max()) < mask else int(codes.view(-1).argmax())
+    # A sum is not a number as soon as one value is not, and takes no room.
+    if not bool(values.sum().isnan()):
         return None
-    else:
-        bad = values.isnan()
-    return int(bad.view(-1).nonzero()[0]) if bool(bad.any()) else None
+    bad = values.isnan().view(-1)
+    return int(bad.nonzero()[0]) if bool(bad.any()) else None
 
 
 def _map(path: Path) -> mmap.mmap:
