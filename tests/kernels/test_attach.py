@@ -137,8 +137,7 @@ def test_an_image_that_overflows_ends_with_its_request(run_debug: Run) -> None:
         text = list(range(5, 35))
         want = await generate(text, [])
         huge = np.full(span(0).shape, 3e38, np.float32)
-        with pytest.raises(ValueError, match="NaN"):
-            await generate([5, 6, 7, *[IMAGE_TOKEN] * len(huge), *text], [ImageRows(3, huge.tobytes())])
+        assert await generate([5, 6, 7, *[IMAGE_TOKEN] * len(huge), *text], [ImageRows(3, huge.tobytes())]) == []
         assert await generate(text, []) == want
         await local.close()
 
