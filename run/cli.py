@@ -35,6 +35,7 @@ def up(*, cluster: Path | None = None, ready_file: Path | None = None, http_port
         TOML file that says which actors run in which process; the default is three processes.
     ready_file
         Written, readable by you only, once everything answers: addresses, a NATS client's credentials, models, pids.
+        Without it, ready.json in SHOAL_HOME.
     http_port
         The gateway's port, 0 for any free one; overrides SHOAL_HTTP_PORT.
     """

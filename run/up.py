@@ -52,7 +52,7 @@ class Stack:
     """The processes of a cluster beside their broker, as one supervised tree, and what it says on the terminal."""
 
     def __init__(
-        self, specs: tuple[ProcessSpec, ...], settings: Settings, home: Home, console: Console, ready_file: Path | None
+        self, specs: tuple[ProcessSpec, ...], settings: Settings, home: Home, console: Console, ready_file: Path
     ) -> None:
         self._specs = specs
         self._settings = settings
@@ -188,9 +188,8 @@ class Stack:
             user = self._broker.clients[0]
             client = Client(user=user.user, password=user.password, inbox_prefix=user.inbox_prefix)
         self._home.write(Running(pid=os.getpid(), http=self._http, nats_url=self._nats_url))
-        if self._ready_file is not None:
-            ready = Ready(http=self._http, nats=self._nats_place, client=client, models=self._models, pids=pids)
-            write_private(self._ready_file, msgspec.json.encode(ready))
+        ready = Ready(http=self._http, nats=self._nats_place, client=client, models=self._models, pids=pids)
+        write_private(self._ready_file, msgspec.json.encode(ready))
 
     def _say_hello(self, took_s: float) -> None:
         say = self._console.print
@@ -254,6 +253,9 @@ def up(specs: tuple[ProcessSpec, ...], settings: Settings, console: Console, rea
         home.acquire()
     except OSError as error:
         raise SettingsError(f"SHOAL_HOME={settings.home}: {error.strerror}; set it to a folder you can write") from None
+    if ready_file is None:
+        ready_file = home.folder / "ready.json"
+        ready_file.unlink(missing_ok=True)  # one of a run that was killed
     try:
         logging.basicConfig(
             filename=home.log_path("up"), level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s"
@@ -261,8 +263,7 @@ def up(specs: tuple[ProcessSpec, ...], settings: Settings, console: Console, rea
         settings = replace(settings, http_port=_claim_port(settings.http_port))
         return asyncio.run(Stack(specs, settings, home, console, ready_file).run())
     finally:
-        if ready_file is not None:
-            ready_file.unlink(missing_ok=True)  # what it says is true no longer
+        ready_file.unlink(missing_ok=True)  # what it says is true no longer
         home.release()
 
 

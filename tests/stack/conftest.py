@@ -23,15 +23,18 @@ from run.home import Ready
 class System:
     """`shoal up` as a child: its ready file, its output, and its end."""
 
-    def __init__(self, folder: Path, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, folder: Path, environment: dict[str, str] | None = None, *, ready_file: Path | None = None
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
-        self.ready_file = folder / "ready.json"
+        self.ready_file = ready_file or folder / "home" / "ready.json"
+        told = ["--ready-file", str(ready_file)] if ready_file else []
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("SHOAL_", "OTEL_"))}
         self.output = folder / "output.txt"
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "run.cli", "up", "--ready-file", str(self.ready_file)],
+                [sys.executable, "-m", "run.cli", "up", *told],
                 env={**clean, "SHOAL_HTTP_PORT": "0", "SHOAL_HOME": str(folder / "home"), **(environment or {})},
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -99,7 +102,8 @@ async def until(is_true: Callable[[], Any], limit_s: float = 30.0) -> None:
 @pytest.fixture(scope="session")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     """One system for all tests that leave it as they found it."""
-    system = System(tmp_path_factory.mktemp("stack"))
+    folder = tmp_path_factory.mktemp("stack")
+    system = System(folder, ready_file=folder / "ready.json")
     yield system
     system.stop()
 
