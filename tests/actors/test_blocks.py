@@ -1,0 +1,73 @@
+"""The table of blocks is a dict in a few arrays."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from actors.entrypoint.blocks import BlockTable, Keys
+
+# Few places to begin at, so that probes are long and entries stand in each other's way.
+UNIVERSE = np.random.default_rng(0).integers(0, 2**63, (120, 2)).astype(np.uint64)
+UNIVERSE[:, 0] %= np.uint64(40)
+NUMBERS = st.lists(st.integers(0, len(UNIVERSE) - 1), max_size=40)
+
+
+class TableMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = BlockTable()
+        self.model: dict[int, int] = {}
+        self.next_value = 0
+
+    @rule(numbers=NUMBERS)
+    def put(self, numbers: list[int]) -> None:
+        values = list(range(self.next_value, self.next_value + len(numbers)))
+        self.next_value += len(numbers)
+        self.table.put(UNIVERSE[numbers], np.array(values, dtype=np.uint64))
+        self.model.update(zip(numbers, values, strict=True))
+
+    @rule(numbers=NUMBERS)
+    def remove(self, numbers: list[int]) -> None:
+        known = self.model.keys() & set(numbers)
+        assert self.table.remove(UNIVERSE[numbers]) == len(known)
+        for number in known:
+            del self.model[number]
+
+    @rule()
+    def churn(self) -> None:
+        """Entries that come and go leave no room taken for good."""
+        for _ in range(8):
+            self.put(list(range(20, 100)))
+            self.remove(list(range(20, 100)))
+        assert self.table.size_bytes <= 2048 * 25
+
+    @invariant()
+    def the_same(self) -> None:
+        values, there = self.table.find(UNIVERSE)
+        assert {n: int(values[n]) for n in np.flatnonzero(there)} == self.model
+        assert len(self.table) == len(self.model)
+        keys, listed = self.table.items()
+        assert sorted(listed.tolist()) == sorted(self.model.values()) and len(keys) == len(self.model)
+
+
+TestTable = TableMachine.TestCase
+TestTable.settings = settings(max_examples=10, stateful_step_count=12, deadline=None)
+
+
+def many(num: int) -> Keys:
+    return np.random.default_rng(1).integers(0, 2**63, (num, 2)).astype(np.uint64) << np.uint64(1)
+
+
+@pytest.mark.parametrize("num", [0, 1, 8192, 100_000])
+def test_many_at_once_and_what_they_take(num: int) -> None:
+    table, keys = BlockTable(), many(num)
+    table.put(keys, np.arange(num, dtype=np.uint64))
+    values, there = table.find(keys)
+    assert there.all() and values.tolist() == list(range(num)) and len(table) == num
+    assert not table.find(keys ^ np.uint64(1))[1].any()
+    if num > 10_000:
+        assert table.size_bytes / num < 100
