@@ -1,0 +1,40 @@
+"""How much of a prompt need not be computed (design §5): blocks that are there in a row, and one snapshot of windows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from actors.rules.chain import BLOCK_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """`num_blocks` blocks are restored. Computation begins at token `start`: behind them when their windows come with
+    them, else one block earlier, which is replayed: its windows are made anew, its cached rows stay as they are."""
+
+    num_blocks: int = 0
+    start: int = 0
+
+    @property
+    def num_replayed(self) -> int:
+        """Tokens whose rows are cached and that are computed all the same."""
+        return self.num_blocks * BLOCK_TOKENS - self.start
+
+
+def usable_blocks(num_present: int, num_tokens: int) -> int:
+    """Of `num_present` blocks in a row from the first one, those a prompt of `num_tokens` can use.
+
+    At least a window of tokens is computed: decoder replay needs the encoder's output of the last ones.
+    """
+    return max(0, min(num_present, num_tokens // BLOCK_TOKENS - 1))
+
+
+def hit(num_present: int, num_tokens: int, *, has_snapshot: bool) -> Hit:
+    """What to restore. `has_snapshot`: of the windows at the end of the last of `usable_blocks`.
+
+    Without it one block is computed again; with no more than that there is nothing to gain, and nothing is restored.
+    """
+    num_blocks = usable_blocks(num_present, num_tokens)
+    if has_snapshot:
+        return Hit(num_blocks, num_blocks * BLOCK_TOKENS)
+    return Hit(num_blocks, (num_blocks - 1) * BLOCK_TOKENS) if num_blocks > 1 else Hit()
