@@ -1,4 +1,4 @@
-"""How much of a prompt need not be computed (design §5): blocks that are there in a row, and one snapshot of windows."""
+"""How much of a prompt need not be computed (design §5): blocks there in a row, and a snapshot of their windows."""
 
 from __future__ import annotations
 
