@@ -16,10 +16,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, Self
 
+from actors.rules.chain import KEY_BYTES
+
 FORMAT_VERSION = 1
 HEADER_BYTES = 64
 """Of a slab's header and of a slot's."""
-KEY_BYTES = 16
 FREE = bytes(HEADER_BYTES)
 """The header of a free slot."""
 

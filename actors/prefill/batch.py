@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from actors.rules.chain import BLOCK_TOKENS
 from kernels.engine import Admission, Chunk, Engine, ImageRows, Sampling, Tokens
 from schemas.handover import Dispatch
 
-CHUNK_GRAIN = 128
+CHUNK_GRAIN = BLOCK_TOKENS
 """Chunks of a cut prompt are multiples of this (the block size), so that blocks fill at step ends."""
 
 

@@ -12,8 +12,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import msgspec
 import nats
+import openai
 import pytest
 from nats.aio.client import Client
 
@@ -115,3 +117,15 @@ def own_stack(tmp_path: Path) -> Iterator[System]:
     yield system
     if system.process.poll() is None:
         system.stop()
+
+
+@pytest.fixture
+def ai(stack: System) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{stack.http}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def sdk(stack: System) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=stack.http, api_key="none", max_retries=0) as client:
+        yield client

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import Iterator
 from typing import Any
 
 import anthropic
@@ -24,18 +23,6 @@ MODEL = "shoal-tiny"
 CHAT, RESPONSES, MESSAGES = Protocol.CHAT_COMPLETIONS, Protocol.RESPONSES, Protocol.MESSAGES
 RED, BLUE = picture("red"), picture("blue", 90, 60)
 NUM_TOKENS = 12
-
-
-@pytest.fixture
-def ai(stack: System) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{stack.http}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture
-def sdk(stack: System) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=stack.http, api_key="none", max_retries=0) as client:
-        yield client
 
 
 def body(protocol: Protocol, *blocks: Any, **fields: Any) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import Iterator
 
 import anthropic
 import httpx
@@ -19,18 +18,6 @@ pytestmark = pytest.mark.stack
 MODEL = "shoal-tiny"
 HELLO = [{"role": "user", "content": "Say something."}]
 GREEDY = {"temperature": 0}  # not a parameter of the Anthropic SDK any more, still one of the protocol
-
-
-@pytest.fixture
-def ai(stack: System) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{stack.http}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture
-def sdk(stack: System) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=stack.http, api_key="none", max_retries=0) as client:
-        yield client
 
 
 class TestOpenAI:
