@@ -27,6 +27,9 @@ from kernels.seal import seal, unseal
 from kernels.thread import ComputeThread
 from kernels.verify import verify
 
+KV_BYTES = 1 << 30
+"""For compressed KV of all requests; never less than the longest one needs, nor more than all of that length need."""
+
 _STATE_REVISION = 3  # of what export writes; raise it whenever that changes
 
 
@@ -62,13 +65,11 @@ class LocalEngine:
         num_threads: int = 1,
         compute_dtype: ComputeDtype = "fp32",
         drafts: bool = True,
-        kv_bytes: int = 1 << 30,
     ) -> None:
         """Reads only config.json and shoal.json; `start` loads the weights. Raises ConfigError.
 
         num_slots: requests held at once; max_step_tokens: the most tokens of one prefill step; num_threads: torch's, as
-        products take one (`ops/blas.py`); drafts: use the draft stages, where the checkpoint has them; kv_bytes: for
-        compressed KV of all requests, but never less than one of `max_tokens` needs, nor more than all of them need.
+        products take one (`ops/blas.py`); drafts: use the draft stages, where the checkpoint has them.
         """
         self._folder = Path(folder)
         self._compute_dtype: ComputeDtype = compute_dtype
@@ -76,7 +77,7 @@ class LocalEngine:
         self._drafts = drafts and self._config.num_nextn_predict_layers > 0
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         max_tokens = self._config.max_position_embeddings
-        longest, affordable = num_blocks_of(max_tokens), kv_bytes // max(KVLayout(self._config).block_bytes, 1)
+        longest, affordable = num_blocks_of(max_tokens), KV_BYTES // max(KVLayout(self._config).block_bytes, 1)
         self._num_blocks = min(max(affordable, longest), num_slots * longest)
         self._info = EngineInfo(
             model=_model_name(self._folder),

@@ -27,7 +27,7 @@ from schemas.liveness import ProcessExited
 from schemas.request import Submit
 from tests.actors.bodies import CHAT, GENERATING, MESSAGES
 from tests.actors.clients import sdks
-from tests.actors.edge import IMAGE_TOKEN, Edge, edge
+from tests.actors.edge import IMAGE_TOKEN, Edge, Inbox, edge
 from tests.actors.eyes import CONFIG, FakeEncoder
 from tests.actors.pictures import block, body_of, picture
 from tests.conftest import Run
@@ -208,18 +208,24 @@ def test_what_is_refused_later_is_let_go(run_async: Run, sighted: ModelCard) -> 
     run_async(main())
 
 
+async def cancelled_unseen(system: Sight) -> tuple[Inbox, Inbox]:
+    """A request that is cancelled while vision has no time for its image: its client, and who cancelled it."""
+    for _ in range(NUM_DECODING):
+        await system.vision._decoding.acquire()
+    client, other = await system.edge.client(), await system.edge.client()
+    await client.send(CHAT, body_of(CHAT, RED))
+    async with asyncio.timeout(10):
+        while system.vision.load().num_running == 0:
+            await asyncio.sleep(0)
+    [request] = system.edge.recipe._open
+    await other.send(Protocol.CANCEL, {"id": request.id})
+    return client, other
+
+
 def test_a_cancel_while_nobody_has_looked_yet(run_async: Run, sighted: ModelCard) -> None:
     async def main() -> None:
         async with sight(sighted) as system:
-            for _ in range(NUM_DECODING):
-                await system.vision._decoding.acquire()
-            client, other = await system.edge.client(), await system.edge.client()
-            await client.send(CHAT, body_of(CHAT, RED))
-            async with asyncio.timeout(10):
-                while system.vision.load().num_running == 0:
-                    await asyncio.sleep(0)
-            [request] = system.edge.recipe._open
-            await other.send(Protocol.CANCEL, {"id": request.id})
+            client, other = await cancelled_unseen(system)
             assert (await other.all())[0]["cancelled"]
             for _ in range(NUM_DECODING):
                 system.vision._decoding.release()
@@ -238,15 +244,7 @@ def test_after_a_cancel_nobody_is_asked_again(
 
     async def main() -> None:
         async with sight(sighted) as system:
-            for _ in range(NUM_DECODING):
-                await system.vision._decoding.acquire()
-            client, other = await system.edge.client(), await system.edge.client()
-            await client.send(CHAT, body_of(CHAT, RED))
-            async with asyncio.timeout(10):
-                while system.vision.load().num_running == 0:
-                    await asyncio.sleep(0)
-            [request] = system.edge.recipe._open
-            await other.send(Protocol.CANCEL, {"id": request.id})
+            client, _ = await cancelled_unseen(system)
             [answer] = await client.all()
             assert answer["error"]["code"] == "cancelled"
             assert system.vision.load().num_running == 1

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
+import kernels.local
 from kernels.checkpoint import CheckpointError
 from kernels.config import ConfigError
 from kernels.engine import Admission, Chunk, Sampling
@@ -85,9 +86,12 @@ def test_a_used_slot_leaves_nothing_behind(run_debug: Run) -> None:
     run_debug(main())
 
 
-def test_blocks_limit_what_is_admitted_before_slots_do(run_async: Run) -> None:
+def test_blocks_limit_what_is_admitted_before_slots_do(run_async: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert engine(num_slots=2).info.capacity_tokens == 2 * 8192  # they are small: all slots can be full
+    monkeypatch.setattr(kernels.local, "KV_BYTES", 0)
+
     async def main() -> None:
-        local = LocalEngine(TINY, num_slots=3, max_step_tokens=512, kv_bytes=0)
+        local = LocalEngine(TINY, num_slots=3, max_step_tokens=512)
         assert local.info.capacity_tokens == local.info.max_tokens
         await local.start()
         assert local.admit("half", 4096, GREEDY) is Admission.OK
@@ -101,7 +105,6 @@ def test_blocks_limit_what_is_admitted_before_slots_do(run_async: Run) -> None:
         await local.close()
 
     run_async(main())
-    assert engine(num_slots=2).info.capacity_tokens == 2 * 8192  # they are small: all slots can be full
 
 
 @pytest.fixture
