@@ -11,9 +11,30 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from schemas.api import Answer, Call, Called, Probe, Probed, Protocol, StreamBatch
+from schemas.cache import (
+    AdoptSlab,
+    BlocksDropped,
+    BlocksDumped,
+    BlocksFailed,
+    BlocksFound,
+    BlocksStored,
+    BlocksTouched,
+    BlocksWritten,
+    DescribeSpace,
+    DropBlocks,
+    DumpBlocks,
+    FindBlocks,
+    HitShortened,
+    MakeRoom,
+    RoomMade,
+    SnapshotsKept,
+    SpaceDescribed,
+    StoreBlocks,
+)
 from schemas.handover import Claim, Claimed, ClaimRefused, Dispatch, Dispatched, HandedOver, HandOver, Refused
 from schemas.liveness import Ping, Pong, ProcessExited
 from schemas.message import Message, Role
+from schemas.quota import AdmitCall, Admitted, TokensUsed
 from schemas.request import Cancel, CancelAcknowledged, Resend, Submit, Submitted, Taken, TokensEmitted
 from schemas.routing import LoadReported, Release, ReportLoad, Route, Routed
 from schemas.vision import EncodeImage, ImageEncoded, ImageResolved, ReleaseImage, ResolveImage
@@ -75,6 +96,7 @@ CANCEL: Subject[Cancel, CancelAcknowledged] = Subject(Role.ENTRYPOINT, "cancel",
 CLAIM: Subject[Claim, Claimed | ClaimRefused] = Subject(Role.ENTRYPOINT, "claim", Claim, Claimed | ClaimRefused)
 TOKENS: Subject[TokensEmitted, Taken] = Subject(Role.ENTRYPOINT, "tokens", TokensEmitted, Taken)
 RESEND: Subject[Resend, TokensEmitted] = Subject(Role.ENTRYPOINT, "resend", Resend, TokensEmitted)
+SHORTENED: Subject[HitShortened, Taken] = Subject(Role.ENTRYPOINT, "shortened", HitShortened, Taken)
 
 # Balancers
 ROUTE_PREFILL: Subject[Route, Routed] = Subject(Role.PREFILL_BALANCER, "route", Route, Routed)
@@ -98,9 +120,27 @@ HAND_OVER: Subject[HandOver, HandedOver | Refused] = Subject(Role.DECODE, "hando
 CANCEL_DECODE: Subject[Cancel, CancelAcknowledged] = Subject(Role.DECODE, "cancel", Cancel, CancelAcknowledged)
 RESEND_DECODE: Subject[Resend, TokensEmitted] = Subject(Role.DECODE, "resend", Resend, TokensEmitted)
 
+# The KV cache
+DESCRIBE: Subject[DescribeSpace, SpaceDescribed] = Subject(Role.PREFILL, "describe", DescribeSpace, SpaceDescribed)
+FIND: Subject[FindBlocks, BlocksFound] = Subject(Role.METADATA, "find", FindBlocks, BlocksFound)
+KEPT: Subject[SnapshotsKept, None] = Subject(Role.METADATA, "kept", SnapshotsKept)
+STORE: Subject[StoreBlocks, BlocksWritten] = Subject(Role.WRITER, "store", StoreBlocks, BlocksWritten)
+DUMP: Subject[DumpBlocks, BlocksDumped] = Subject(Role.WRITER, "dump", DumpBlocks, BlocksDumped)
+DROP: Subject[DropBlocks, Taken] = Subject(Role.WRITER, "drop", DropBlocks, Taken)
+ADOPT: Subject[AdoptSlab, Taken] = Subject(Role.WRITER, "adopt", AdoptSlab, Taken)
+MAKE_ROOM: Subject[MakeRoom, RoomMade] = Subject(Role.KVSTORE, "room", MakeRoom, RoomMade)
+
+# Quota
+ADMIT: Subject[AdmitCall, Admitted] = Subject(Role.QUOTA, "admit", AdmitCall, Admitted)
+USED: Subject[TokensUsed, None] = Subject(Role.QUOTA, "used", TokensUsed)
+
 # Events: published at `.at(<role of the publisher>)`
 LOAD: Subject[LoadReported, None] = Subject("event", "load", LoadReported)
 EXITED: Subject[ProcessExited, None] = Subject("event", "exited", ProcessExited)
+STORED: Subject[BlocksStored, None] = Subject("event", "stored", BlocksStored)
+DROPPED: Subject[BlocksDropped, None] = Subject("event", "dropped", BlocksDropped)
+TOUCHED: Subject[BlocksTouched, None] = Subject("event", "touched", BlocksTouched)
+FAILED: Subject[BlocksFailed, None] = Subject("event", "failed", BlocksFailed)
 
 
 def ping(role: str) -> Subject[Ping, Pong]:
@@ -141,6 +181,7 @@ SUBJECTS: tuple[Subject[Any, Any], ...] = (
     *(ROUTE_PREFILL, RELEASE_PREFILL, ROUTE_DECODE, RELEASE_DECODE),
     *(RESOLVE_IMAGE, ENCODE_IMAGE, RELEASE_IMAGE, CANCEL_VISION),
     *(DISPATCH, CANCEL_PREFILL, RESEND_PREFILL, HAND_OVER, CANCEL_DECODE, RESEND_DECODE),
-    *(LOAD, EXITED),
+    *(SHORTENED, DESCRIBE, FIND, KEPT, STORE, DUMP, DROP, ADOPT, MAKE_ROOM, ADMIT, USED),
+    *(LOAD, EXITED, STORED, DROPPED, TOUCHED, FAILED),
 )
 """All of the above, for tests."""

@@ -10,6 +10,13 @@ are awaitable, so the caller's loop answers while they compute.
     ...
     other.admit("r1", num_tokens=300, sampling); await other.restore("r1", state)
     (new,) = await other.decode(["r1"])                   # the next tokens of r1, from index 0 on
+
+What is computed of a prompt can be kept, by blocks of 128 tokens, and spares another request with the same beginning:
+
+    payloads = await engine.blocks("r1", 0, 2)            # of tokens 0 to 255
+    windows = await engine.windows("r1", 256)             # and what goes with them at their end, while it is there
+    engine.admit("r2", ...); await engine.resume("r2", Prefix(tokens[:256], payloads, windows))
+    await engine.prefill([Chunk("r2", tokens[256:])])
 """
 
 from __future__ import annotations
@@ -23,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 Tokens = npt.NDArray[np.uint32]
+Buffer = bytes | bytearray | memoryview
 Pixels = npt.NDArray[np.uint8]
 
 
@@ -60,8 +68,19 @@ class ImageRows:
 
 
 @dataclass(frozen=True, slots=True)
+class Prefix:
+    """The beginning of a prompt, computed before: `tokens` uint32 [128 * blocks], the payload of each block, and the
+    window rows at its end, without which the last block is computed again (encoder replay, spec §5: approximate)."""
+
+    tokens: Tokens
+    payloads: Sequence[Buffer]
+    windows: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
 class EngineInfo:
     """What an engine is. `layout` names the format of exported state: engines with equal layouts understand each other.
+    `space` names what its blocks are, weights and layout, and `block_bytes` is the size of one's payload.
 
     `max_tokens` is the longest prompt plus output; `num_slots` how many requests it can hold, `capacity_tokens` of how
     many tokens together; `max_step_tokens` the most tokens one prefill step should be given.
@@ -75,6 +94,8 @@ class EngineInfo:
     num_slots: int
     max_step_tokens: int
     capacity_tokens: int
+    space: str
+    block_bytes: int
 
 
 class StateError(ValueError):
@@ -109,6 +130,26 @@ class Engine(Protocol):
         Their rows take the place of token embeddings; the prompt has the model's image token at all their positions.
         Raises ValueError, before anything changes, for a request with state, a model without vision, rows of the wrong
         size or not finite, or spans that overlap or reach past the reservation.
+        """
+        ...
+
+    async def resume(self, key: str, prefix: Prefix) -> int:
+        """Fill an admitted slot, images attached or not, with blocks of its prompt. The position prefill goes on from:
+        the end of the prefix, or one block before it when there are no windows.
+
+        A request that goes on from windows is bit for bit one that was computed from its start. Raises StateError; the
+        slot is then still admitted, empty.
+        """
+        ...
+
+    async def blocks(self, key: str, first: int, num: int) -> list[bytes]:
+        """The payloads of complete blocks, restored ones too. Raises ValueError when not all tokens are computed."""
+        ...
+
+    async def windows(self, key: str, num_tokens: int) -> bytes | None:
+        """The window rows at the end of a request's first `num_tokens`, whole blocks, for `Prefix.windows`.
+
+        None when they are gone: they are kept for the last two whole blocks of what was computed here.
         """
         ...
 

@@ -88,6 +88,8 @@ class LocalEngine:
             num_slots=num_slots,
             max_step_tokens=max_step_tokens,
             capacity_tokens=self._num_blocks * BLOCK_TOKENS,
+            space="",
+            block_bytes=KVLayout(self._config).block_bytes,
         )
         self._requests = Requests(_Request)
         self._thread = ComputeThread("engine", num_threads)

@@ -57,6 +57,8 @@ def build(member: Member, bus: Bus, bulk: Bulk, spec: ProcessSpec, settings: Set
             from actors.decode.actor import Decode
 
             return Decode(member.id, bus, bulk, _engine(spec, settings))
+        case _:
+            raise SettingsError(f"{member}: not a part of this version")
 
 
 def serving(specs: tuple[ProcessSpec, ...], settings: Settings) -> tuple[ProcessSpec, ...]:

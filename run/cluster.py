@@ -15,6 +15,8 @@ from schemas.message import Role
 DEFAULT_CLUSTER = Path(__file__).parent / "clusters" / "laptop.toml"
 DEFAULT_SLOTS = 64
 COMPUTING = frozenset({Role.VISION, Role.PREFILL, Role.DECODE})
+OPTIONAL = frozenset({Role.VISION, Role.METADATA, Role.KVSTORE, Role.WRITER, Role.QUOTA})
+"""Without them there are no images, no cached prefixes, no limits of tenants."""
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _NOT_IDS = frozenset({"any", "all"})  # destinations of their own on the bus
@@ -125,7 +127,7 @@ def _check_cluster(path: Path, specs: tuple[ProcessSpec, ...]) -> None:
                     f"{path}: actors: {member} is in {homes[member]} and in {spec.name}; rename one of them"
                 )
             homes[member] = spec.name
-    needed = [role for role in Role if role is not Role.VISION]
+    needed = [role for role in Role if role not in OPTIONAL]
     missing = [role for role in needed if role not in {member.role for member in homes}]
     if missing:
         raise ClusterError(f'{path}: actors: there is no {missing[0]}; add "{missing[0]}/ID" to a process')

@@ -132,5 +132,7 @@ def engine_for(card: ModelCard, vocab_size: int, cost: StepCost, num_slots: int 
         num_slots=num_slots,
         max_step_tokens=2048,
         capacity_tokens=num_slots * card.context_tokens,
+        space=f"timed {card.name}",
+        block_bytes=64,
     )
     return TimedEngine(info, range(3, vocab_size - 64), cost, mean_output=64, most_accepted=6)

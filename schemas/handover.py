@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from schemas.bulk import Handle, Payload
+from schemas.cache import CachedPrefix, ChainEnd
 from schemas.message import Message
 from schemas.request import Limits, Sampling
 from schemas.vision import ImageEmbeddings
@@ -12,6 +13,7 @@ class Dispatch(Message, frozen=True):
     """Entrypoint → prefill replica: compute this prompt, then hand it over to decode.
 
     `images` are held for the replica until it has answered. `exact`: compute everything, approximate nothing.
+    `prefix`: what is cached of it; without it nothing is, and nothing is stored.
     """
 
     request_id: str
@@ -25,6 +27,7 @@ class Dispatch(Message, frozen=True):
     limits: Limits
     images: list[ImageEmbeddings] = []
     exact: bool = False
+    prefix: CachedPrefix | None = None
 
 
 class Dispatched(Message, frozen=True):
@@ -41,7 +44,8 @@ class Refused(Message, frozen=True):
 class HandOver(Message, frozen=True):
     """Prefill → decode replica: pull this request's state, claim it, and generate from index 0 on.
 
-    `state` is the engine's own format (caches, rings, pair state, last hidden row) under `layout`.
+    `state` is the engine's own format (caches, rings, pair state, last hidden row) under `layout`. `chain`: how to name
+    the blocks that fill up; without it they are not stored.
     """
 
     request_id: str
@@ -54,6 +58,7 @@ class HandOver(Message, frozen=True):
     num_tokens: int
     sampling: Sampling
     limits: Limits
+    chain: ChainEnd | None = None
 
 
 class HandedOver(Message, frozen=True):

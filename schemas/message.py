@@ -25,3 +25,7 @@ class Role(StrEnum):
     VISION = "vision"
     PREFILL = "prefill"
     DECODE = "decode"
+    METADATA = "metadata"
+    KVSTORE = "kvstore"
+    WRITER = "writer"
+    QUOTA = "quota"

@@ -33,7 +33,7 @@ class Submit(Message, frozen=True):
 
     `prompt` holds the token ids as little-endian u32, with the model's image token at every position of `images`, which
     are in the order of their spans. `recipe` is the id of the recipe actor that wants the tokens. `exact`: compute
-    everything, approximate nothing (design §5).
+    everything, approximate nothing (design §5). `cache`: whose cached blocks it may use and adds to.
     """
 
     request_id: str
@@ -45,6 +45,7 @@ class Submit(Message, frozen=True):
     limits: Limits
     images: list[Image] = []
     exact: bool = False
+    cache: str = ""
 
 
 class Submitted(Message, frozen=True):
@@ -84,7 +85,8 @@ class TokensEmitted(Message, frozen=True):
 
     Request i has `counts[i]` tokens, taken from `tokens` in order; the first of them has index `first_indexes[i]`
     in its output, which is also the sequence number by which receivers find gaps and duplicates. `epochs[i]` is the
-    ownership under which they were made. `ends` holds (i, terminal event) for requests that end after these tokens.
+    ownership under which they were made. `ends` holds (i, terminal event) for requests that end after these tokens,
+    `cached` (i, prompt tokens that were not computed) for those whose first tokens these are: only an entrypoint knows.
     """
 
     source: str
@@ -94,6 +96,7 @@ class TokensEmitted(Message, frozen=True):
     counts: list[int]
     tokens: list[int]
     ends: list[tuple[int, End]] = []
+    cached: list[tuple[int, int]] = []
 
 
 class Taken(Message, frozen=True):

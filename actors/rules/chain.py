@@ -1,6 +1,6 @@
 """The names of blocks: each digest stands for all tokens up to the end of its block, and for whose cache they are in.
 
-`h[-1]` is a space's root; `h[i] = SHA-256(h[i-1] ‖ tokens of block i as u32 LE ‖ digests of the images that overlap
+`h[-1]` is a root; `h[i] = SHA-256(h[i-1] ‖ tokens of block i as u32 LE ‖ digests of the images that overlap
 it)`, cut to 128 bits (design §5). 64 bits would meet by chance at the sizes this is for (spec serving.md §3, K2).
 """
 
@@ -18,23 +18,14 @@ KEY_BYTES = 16
 _DOMAIN = b"shoal block 1"
 
 
-@dataclass(frozen=True, slots=True)
-class Space:
-    """Whose cache, of what: blocks of different spaces never have a key in common.
+def root(space: str, salt: bytes = b"") -> bytes:
+    """What the first block's digest starts from: blocks under different roots never have a key in common.
 
-    `model` names the weights, `layout` the bytes of a block, `salt` the tenant (empty: shared by all).
+    `space` names the weights and the bytes of a block (`EngineInfo.space`); `salt` whose cache it is.
     """
-
-    model: str
-    layout: str
-    salt: bytes = b""
-
-    @property
-    def root(self) -> bytes:
-        """What the first block's digest starts from."""
-        parts = (_DOMAIN, self.model.encode(), self.layout.encode(), BLOCK_TOKENS.to_bytes(4, "little"), self.salt)
-        framed = b"".join(len(part).to_bytes(4, "little") + part for part in parts)
-        return hashlib.sha256(framed).digest()[:KEY_BYTES]
+    parts = (_DOMAIN, space.encode(), BLOCK_TOKENS.to_bytes(4, "little"), salt)
+    framed = b"".join(len(part).to_bytes(4, "little") + part for part in parts)
+    return hashlib.sha256(framed).digest()[:KEY_BYTES]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +50,18 @@ def chain(root: bytes, tokens: npt.NDArray[np.uint32], images: Sequence[Span] = 
         key = new(block).digest()[:KEY_BYTES]
         keys.append(key)
     return keys
+
+
+def link(parent: bytes, block: bytes, digests: bytes = b"") -> bytes:
+    """The key of one block behind `parent`: its tokens as u32 little-endian, and the digests of images that overlap it,
+    one after the other."""
+    return hashlib.sha256(parent + block + digests).digest()[:KEY_BYTES]
+
+
+def tail_digests(images: Sequence[Span], num_tokens: int) -> bytes:
+    """For `link`: the digests of the images that overlap the incomplete last block of a prompt of `num_tokens`."""
+    first = num_tokens // BLOCK_TOKENS * BLOCK_TOKENS
+    return b"".join(image.digest for image in images if image.start + image.num_tokens > first)
 
 
 def _marks(images: Sequence[Span], num_blocks: int) -> dict[int, bytes]:

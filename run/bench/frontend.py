@@ -142,6 +142,8 @@ def free_engine(model: Path) -> TimedEngine:
         num_slots=256,
         max_step_tokens=1 << 16,
         capacity_tokens=256 << 20,
+        space="timed",
+        block_bytes=64,
     )
     return TimedEngine(info, words)
 

@@ -32,6 +32,8 @@ def info(**fields: Any) -> EngineInfo:
         "max_tokens": 1000,
         "num_slots": 4,
         "max_step_tokens": 256,
+        "space": "timed",
+        "block_bytes": 64,
     }
     values = {**defaults, **fields}
     return EngineInfo(capacity_tokens=values["num_slots"] * values["max_tokens"], **values)

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from actors.entrypoint.blocks import BlockTable, Keys
+from actors.rules.blocks import BlockTable, Keys
 
 # Few places to begin at, so that probes are long and entries stand in each other's way.
 UNIVERSE = np.random.default_rng(0).integers(0, 2**63, (120, 2)).astype(np.uint64)

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.rules.chain import BLOCK_TOKENS, KEY_BYTES, Space, Span, chain
+from actors.rules.chain import BLOCK_TOKENS, KEY_BYTES, Span, chain, link, root, tail_digests
 from kernels import kvlayout
 
-ROOT = Space("model-1", "layout-1").root
+ROOT = root("model-1/layout-1")
 DIGESTS = [hashlib.sha256(bytes([number])).digest()[:16] for number in range(4)]
 
 
@@ -39,8 +39,8 @@ def test_complete_blocks_by_the_formula(num_tokens: int) -> None:
 
 def test_golden_keys() -> None:
     """These name blocks on disk: another value is another layout."""
-    assert ROOT.hex() == "7d32c626e7d004fc1ed01aeb451cd8b1"
-    assert chain(ROOT, np.arange(256, dtype=np.uint32))[-1].hex() == "7c2b195f99ee03991a402f9a8544e3ed"
+    assert ROOT.hex() == "2e101a24ce1ab1975fe2d18ff8ef6457"
+    assert chain(ROOT, np.arange(256, dtype=np.uint32))[-1].hex() == "b40df3bef5689da1909f6fc32b048d3b"
 
 
 @given(st.integers(1, 6), st.data())
@@ -60,11 +60,20 @@ def test_a_prefix_has_the_keys_of_the_whole() -> None:
 
 
 def test_spaces_do_not_meet() -> None:
-    spaces = [
-        Space("m", "l"), Space("m2", "l"), Space("m", "l2"), Space("m", "l", b"a"), Space("m", "l", b"b"),
-        Space("ml", ""), Space("", "ml"), Space("m", "", b"l"),
-    ]  # fmt: skip
-    assert len({chain(space.root, tokens(128))[0] for space in spaces}) == len(spaces)
+    roots = [root("m/l"), root("m2/l"), root("m/l2"), root("m/l", b"a"), root("m/l", b"b"), root("m/", b"l")]
+    assert len({chain(one, tokens(128))[0] for one in roots}) == len(roots)
+
+
+def test_a_chain_goes_on_where_it_ended() -> None:
+    """As decode does, from the last complete block of a prompt and what is behind it."""
+    prompt = tokens(640)
+    images = [Span(130, 20, DIGESTS[0]), Span(250, 8, DIGESTS[1]), Span(259, 20, DIGESTS[2])]
+    whole = chain(ROOT, prompt, images)
+    for num_tokens in (279, 300, 511):
+        known = chain(ROOT, prompt[:num_tokens], images)
+        number = len(known)
+        block = prompt[128 * number : 128 * (number + 1)].tobytes()
+        assert link(known[-1], block, tail_digests(images, num_tokens)) == whole[number]
 
 
 def test_images_are_in_the_blocks_that_they_overlap() -> None:

@@ -16,10 +16,34 @@ import pytest
 import schemas
 from schemas.api import Answer, Call, Called, Probe, Probed, Protocol, StreamBatch
 from schemas.bulk import Handle, Payload
+from schemas.cache import (
+    AdoptSlab,
+    BlocksDropped,
+    BlocksDumped,
+    BlocksFailed,
+    BlocksFound,
+    BlocksStored,
+    BlocksTouched,
+    BlocksWritten,
+    CachedPrefix,
+    ChainEnd,
+    DescribeSpace,
+    DropBlocks,
+    DumpBlocks,
+    FindBlocks,
+    HitShortened,
+    MakeRoom,
+    RoomMade,
+    Snapshot,
+    SnapshotsKept,
+    SpaceDescribed,
+    StoreBlocks,
+)
 from schemas.failure import FAILURES, Code, Failure
 from schemas.handover import Claim, Claimed, ClaimRefused, Dispatch, Dispatched, HandedOver, HandOver, Refused
 from schemas.liveness import Ping, Pong, ProcessExited
 from schemas.message import Message, Role
+from schemas.quota import AdmitCall, Admitted, TokensUsed
 from schemas.request import (
     Cancel,
     CancelAcknowledged,
@@ -44,6 +68,9 @@ SAMPLING = Sampling(temperature=0.5, top_p=0.25, seed=(1 << 63) - 1)
 LIMITS = Limits(max_tokens=300, deadline_ns=1 << 60)
 FAILURE = Failure(code=Code.RATE_LIMITED, message="später", field="model", retry_after_s=1.5)
 IMAGE = Image(start=5, num_tokens=184, digest="0d" * 16, width=546, height=300, vision="v", pixels=HANDLE)
+KEY, PARENT, PLACE = bytes(range(16)), bytes(range(16, 32)), bytes(range(8))
+SNAPSHOT = Snapshot(key=KEY, holder="prefill/p", handle=HANDLE, expires_ns=1 << 60)
+CHAIN = ChainEnd(space="s", key=KEY, tokens=b"\x01\x00\x00\x00", digests=PARENT, approximate=True)
 
 MESSAGES: list[Message] = [
     HANDLE,
@@ -177,6 +204,80 @@ MESSAGES: list[Message] = [
         images=[ImageEmbeddings(start=5, num_tokens=184, embeddings=HANDLE)],
         exact=True,
     ),
+    SNAPSHOT,
+    Snapshot(key=KEY, holder="decode/d", handle=HANDLE, expires_ns=1, approximate=True),
+    FindBlocks(keys=KEY + PARENT),
+    BlocksFound(locations=PLACE),
+    BlocksFound(locations=PLACE, snapshots=[(0, SNAPSHOT)]),
+    SnapshotsKept(snapshots=[SNAPSHOT]),
+    StoreBlocks(space="s", keys=KEY, parents=PARENT, payloads=Payload(inline=b"kv")),
+    StoreBlocks(space="s", keys=KEY, parents=PARENT, payloads=Payload(handle=HANDLE), approximate=True),
+    BlocksWritten(num_new=3),
+    BlocksStored(writer="w", incarnation="i", seq=1, keys=KEY, parents=PARENT, locations=PLACE),
+    BlocksDropped(writer="w", incarnation="i", seq=2, keys=KEY, locations=PLACE),
+    BlocksTouched(keys=KEY),
+    BlocksFailed(keys=KEY, locations=PLACE, reason="checksum"),
+    DumpBlocks(),
+    DumpBlocks(shard="m0", shards=["m0", "m1"]),
+    BlocksDumped(
+        writer="w",
+        incarnation="i",
+        seq=7,
+        slabs=[1, 1 << 38],
+        keys=Payload(inline=KEY),
+        parents=Payload(inline=PARENT),
+        locations=Payload(inline=PLACE),
+    ),
+    DropBlocks(keys=KEY, locations=PLACE),
+    MakeRoom(writer="w", num_slots=100, slab_bytes=1 << 24),
+    RoomMade(may_add=True),
+    AdoptSlab(name="0000000001.w.slab"),
+    CachedPrefix(space="s", root=PARENT),
+    CachedPrefix(
+        space="s",
+        root=PARENT,
+        keys=KEY,
+        locations=PLACE,
+        num_blocks=1,
+        snapshots=[(1, SNAPSHOT)],
+        digests=PARENT,
+    ),
+    ChainEnd(space="s", key=KEY),
+    CHAIN,
+    HitShortened(request_id="r", epoch=2, num_blocks=3, start=256, approximate=True, reason="checksum"),
+    Dispatch(
+        request_id="r",
+        entrypoint="e",
+        epoch=1,
+        reservation=2,
+        balancer="b",
+        prompt=Payload(inline=b"\x01\x00\x00\x00"),
+        num_prompt_tokens=1,
+        sampling=SAMPLING,
+        limits=LIMITS,
+        prefix=CachedPrefix(space="s", root=PARENT, keys=KEY),
+    ),
+    HandOver(
+        request_id="r",
+        entrypoint="e",
+        epoch=1,
+        reservation=2,
+        balancer="b",
+        state=HANDLE,
+        layout="l",
+        num_tokens=1,
+        sampling=SAMPLING,
+        limits=LIMITS,
+        chain=CHAIN,
+    ),
+    TokensEmitted(
+        source="e", request_ids=["r"], epochs=[1], first_indexes=[0], counts=[1], tokens=[5], cached=[(0, 1280)]
+    ),
+    AdmitCall(tenant="t", request_id="r", num_prompt_tokens=100),
+    Admitted(),
+    TokensUsed(tenant="t", request_id="r", num_output_tokens=7),
+    DescribeSpace(),
+    SpaceDescribed(space="s"),
 ]
 
 GOLDEN = [line.split() for line in Path(__file__).with_name("golden.txt").read_text().splitlines()]
