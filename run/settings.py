@@ -10,6 +10,12 @@ from pathlib import Path
 DEFAULT_HTTP_PORT = 8000
 DEFAULT_MODEL = Path(__file__).parent / "models" / "shoal-tiny"
 LOOPBACK = "127.0.0.1"
+DEFAULT_STORE_MB = 1024
+MB = 1 << 20
+SMALLEST_SLAB_BYTES = 4 * MB
+LARGEST_SLAB_BYTES = 4096 * MB
+NUM_SLABS = 64
+"""So many files the budget makes, where that leaves them within their limits: reclaim and repair go file by file."""
 
 
 class SettingsError(ValueError):
@@ -18,10 +24,12 @@ class SettingsError(ValueError):
 
 @dataclass(frozen=True)
 class Settings:
-    """SHOAL_HTTP_PORT (0: any free one), SHOAL_HOST, SHOAL_API_KEYS, SHOAL_NATS_URL, SHOAL_HOME, SHOAL_MODEL.
+    """SHOAL_HTTP_PORT (0: any free one), SHOAL_HOST, SHOAL_API_KEYS, SHOAL_NATS_URL, SHOAL_HOME, SHOAL_MODEL,
+    SHOAL_STORE, SHOAL_STORE_MB.
 
     `host` is where this process listens; without keys that is loopback unless SHOAL_HOST says otherwise, as it must
     inside a container. `nats_url` is empty when there is no broker yet. `model` is an existing folder.
+    `store` is the folder of cached blocks, which need not exist, and `store_bytes` what its files may take.
     """
 
     http_port: int
@@ -30,17 +38,27 @@ class Settings:
     nats_url: str
     home: Path
     model: Path
+    store: Path
+    store_bytes: int
+
+    @property
+    def slab_bytes(self) -> int:
+        """Of one file of the store."""
+        return min(max(self.store_bytes // NUM_SLABS, SMALLEST_SLAB_BYTES), LARGEST_SLAB_BYTES)
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Settings:
         """Read the variables. Raises SettingsError."""
+        home = Path(environment.get("SHOAL_HOME", "") or ".shoal").absolute()
         return cls(
             http_port=_port(environment.get("SHOAL_HTTP_PORT", "")),
             host=environment.get("SHOAL_HOST", "") or LOOPBACK,
             api_keys=environment.get("SHOAL_API_KEYS", ""),
             nats_url=environment.get("SHOAL_NATS_URL", ""),
-            home=Path(environment.get("SHOAL_HOME", "") or ".shoal").absolute(),
+            home=home,
             model=_model(environment.get("SHOAL_MODEL", "")),
+            store=Path(environment.get("SHOAL_STORE", "") or home / "store").absolute(),
+            store_bytes=_store_bytes(environment.get("SHOAL_STORE_MB", "")),
         )
 
 
@@ -50,6 +68,18 @@ def _port(text: str) -> int:
     if not text.isdecimal() or int(text) > 65535:
         raise SettingsError(f"SHOAL_HTTP_PORT={text}: not a port; set a number up to 65535, or 0 for any free port")
     return int(text)
+
+
+def _store_bytes(text: str) -> int:
+    if not text:
+        return DEFAULT_STORE_MB * MB
+    smallest = SMALLEST_SLAB_BYTES // MB
+    if not (text.isascii() and text.isdecimal() and len(text) <= 12) or int(text) < smallest:
+        raise SettingsError(
+            f"SHOAL_STORE_MB={text}: not a budget; set a number of MiB, {smallest} or more. To store nothing, take "
+            "metadata, kvstore and writer out of the cluster file"
+        )
+    return int(text) * MB
 
 
 def _model(text: str) -> Path:

@@ -32,3 +32,18 @@ def test_a_hub_name_is_answered_with_how_to_get_a_folder() -> None:
         Settings.from_environment({"SHOAL_MODEL": "deepseek-ai/DeepSeek-V4.1-Flash"})
     with pytest.raises(SettingsError, match=r"SHOAL_MODEL=/no/such: there is no such folder.*ORGANISATION/MODEL"):
         Settings.from_environment({"SHOAL_MODEL": "/no/such"})
+
+
+def test_the_store_is_in_the_home_and_its_files_are_parts_of_its_budget(tmp_path: Path) -> None:
+    settings = Settings.from_environment({"SHOAL_HOME": "x"})
+    assert (settings.store, settings.store_bytes) == (Path("x/store").absolute(), 1 << 30)
+    assert settings.slab_bytes == 16 << 20
+    settings = Settings.from_environment({"SHOAL_STORE": str(tmp_path), "SHOAL_STORE_MB": "4"})
+    assert (settings.store, settings.store_bytes, settings.slab_bytes) == (tmp_path, 4 << 20, 4 << 20)
+    assert Settings.from_environment({"SHOAL_STORE_MB": "1000000"}).slab_bytes == 4 << 30
+
+
+@pytest.mark.parametrize("budget", ["much", "-1", "0", "3", "1.5", "²", "9" * 5000])
+def test_a_bad_budget_names_the_variable_and_what_to_do(budget: str) -> None:
+    with pytest.raises(SettingsError, match=f"SHOAL_STORE_MB={budget}: not a budget; set .* 4 or more.*cluster file"):
+        Settings.from_environment({"SHOAL_STORE_MB": budget})
