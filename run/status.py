@@ -62,10 +62,14 @@ def _table(reports: list[LoadReported]) -> Table:
             _of(report.num_running, report.capacity_requests),
             str(report.num_waiting),
             _of(report.num_tokens, report.capacity_tokens),
-            " ".join(f"{key}={value:g}" for key, value in report.detail.items()),
+            " ".join(f"{key}={_number(value)}" for key, value in report.detail.items()),
         )
     return table
 
 
 def _of(used: int, capacity: int) -> str:
     return f"{used}/{capacity}" if capacity else str(used)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if float(value).is_integer() else f"{value:.3g}"

@@ -31,7 +31,8 @@ from run.cluster import Member, ProcessSpec
 from run.health import find_silent
 from run.home import Client, Home, Ready, Running, write_private
 from run.node import MISTAKE
-from run.settings import LOOPBACK, Settings, SettingsError
+from run.settings import LOOPBACK, MB, Settings, SettingsError
+from run.store import Store, stores
 from run.watch import Watch
 from supervisors.processes import Backoff, Process, Program
 from supervisors.strategy import GaveUp, Intensity
@@ -198,6 +199,9 @@ class Stack:
         say(f"  OpenAI SDK     base_url={self._http}/v1")
         say(f"  Anthropic SDK  base_url={self._http}")
         say(f"  NATS           {self._nats_place}  (subjects shoal.api.>)")
+        if stores(self._specs):
+            budget_mb = self._settings.store_bytes // MB
+            say(f"  KV cache       {escape(str(self._settings.store))}, at most {budget_mb:,} MiB", soft_wrap=True)
         say(f"  logs           {escape(str(self._home.folder))}/logs\n")
         say("Try it:  shoal chat   shoal status   or")
         body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}]})
@@ -253,10 +257,13 @@ def up(specs: tuple[ProcessSpec, ...], settings: Settings, console: Console, rea
         home.acquire()
     except OSError as error:
         raise SettingsError(f"SHOAL_HOME={settings.home}: {error.strerror}; set it to a folder you can write") from None
+    store = Store(settings.store)
     if ready_file is None:
         ready_file = home.folder / "ready.json"
         ready_file.unlink(missing_ok=True)  # one of a run that was killed
     try:
+        if stores(specs):
+            store.acquire()
         logging.basicConfig(
             filename=home.log_path("up"), level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s"
         )
@@ -264,6 +271,7 @@ def up(specs: tuple[ProcessSpec, ...], settings: Settings, console: Console, rea
         return asyncio.run(Stack(specs, settings, home, console, ready_file).run())
     finally:
         ready_file.unlink(missing_ok=True)  # what it says is true no longer
+        store.release()
         home.release()
 
 

@@ -11,9 +11,12 @@ import pytest
 from rich.console import Console
 
 from kernels.shards import read_shards
+from run.cluster import Member, ProcessSpec
 from run.home import Home, Running
 from run.settings import Settings, SettingsError
+from run.store import Store, need_folder
 from run.up import up
+from schemas.message import Role
 
 
 def start(settings: Settings, ready_file: Path | None = None) -> None:
@@ -91,6 +94,30 @@ def test_a_model_of_which_only_the_index_is_there(settings: Settings, tmp_path: 
     (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(SettingsError, match=r"SHOAL_MODEL: .*index\.json: none of its files is there"):
         start(replace(settings, model=tmp_path / "model"))
+
+
+STORING = (ProcessSpec("front", (Member(Role.WRITER, "w0"),), num_threads=1),)
+
+
+def test_a_store_that_cannot_be_made(settings: Settings, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    settings = replace(settings, store=tmp_path / "file" / "store")
+    with pytest.raises(SettingsError, match=r"SHOAL_STORE=.*store: Not a directory; set it to a folder you can write"):
+        up(STORING, settings, Console(quiet=True), None)
+    with pytest.raises(SettingsError, match="SHOAL_STORE="):
+        need_folder(tmp_path / "file")
+
+
+def test_a_store_of_another_system_is_left_alone(settings: Settings, tmp_path: Path) -> None:
+    other = Store(tmp_path / "store")
+    other.acquire()
+    settings = replace(settings, store=other.folder)
+    with pytest.raises(SettingsError, match="SHOAL_STORE=.*another `shoal up` stores its blocks here"):
+        up(STORING, settings, Console(quiet=True), None)
+    other.release()
+    again = Store(tmp_path / "store")
+    again.acquire()
+    again.release()
 
 
 def test_keys_that_are_none(settings: Settings) -> None:

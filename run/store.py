@@ -1,0 +1,66 @@
+"""SHOAL_STORE: the folder of cached blocks, seen to before anything starts."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+from pathlib import Path
+
+from run.cluster import ProcessSpec
+from run.settings import SettingsError
+from schemas.message import Role
+
+log = logging.getLogger("shoal.store")
+
+
+class Store:
+    """A folder that the writers of one running stack at a time may use: they take their slabs by their names."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._lock: int | None = None
+
+    def acquire(self) -> None:
+        """Make the folder and claim it. Raises SettingsError when that cannot be, or if another stack uses it."""
+        need_folder(self.folder)
+        try:
+            lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise SettingsError(_cannot(self.folder, f"lock: {error.strerror}")) from None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            raise SettingsError(
+                f"SHOAL_STORE={self.folder}: another `shoal up` stores its blocks here; stop it, or set SHOAL_STORE to "
+                "another folder for a second one"
+            ) from None
+        except OSError as error:  # of a file system without locks
+            log.warning("%s cannot be locked (%s): see to it that no second stack uses it", self.folder, error)
+        self._lock = lock
+
+    def release(self) -> None:
+        """Let the next one have it. Idempotent."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def need_folder(folder: Path) -> None:
+    """Make a folder that can be written. Raises SettingsError when that cannot be."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingsError(_cannot(folder, error.strerror)) from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise SettingsError(_cannot(folder, "it cannot be written"))
+
+
+def stores(specs: tuple[ProcessSpec, ...]) -> bool:
+    """Whether any of these processes writes blocks."""
+    return any(member.role is Role.WRITER for spec in specs for member in spec.members)
+
+
+def _cannot(folder: Path, why: str) -> str:
+    return f"SHOAL_STORE={folder}: {why}; set it to a folder you can write"
