@@ -7,6 +7,7 @@ it)`, cut to 128 bits (design §5). 64 bits would meet by chance at the sizes th
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ import numpy.typing as npt
 BLOCK_TOKENS = 128
 KEY_BYTES = 16
 _DOMAIN = b"shoal block 1"
+_BLOCK = struct.Struct(f"{4 * BLOCK_TOKENS}s")
 
 
 def root(space: str, salt: bytes = b"") -> bytes:
@@ -42,12 +44,12 @@ def chain(root: bytes, tokens: npt.NDArray[np.uint32], images: Sequence[Span] = 
     num_blocks = len(tokens) // BLOCK_TOKENS
     data = np.ascontiguousarray(tokens[: num_blocks * BLOCK_TOKENS], dtype="<u4").tobytes()
     marks = _marks(images, num_blocks)
-    size, new, key, keys = 4 * BLOCK_TOKENS, hashlib.sha256, root, []
-    for start in range(0, len(data), size):
-        block = key + data[start : start + size]
-        if marks and (digests := marks.get(start // size)):
-            block += digests
-        key = new(block).digest()[:KEY_BYTES]
+    new, key, keys = hashlib.sha256, root, []
+    for number, (block,) in enumerate(_BLOCK.iter_unpack(data)):
+        message = key + block
+        if marks and (digests := marks.get(number)):
+            message += digests
+        key = new(message).digest()[:KEY_BYTES]
         keys.append(key)
     return keys
 

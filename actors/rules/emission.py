@@ -39,12 +39,25 @@ class Emission:
         self._counts: list[int] = []
         self._tokens: list[int] = []
         self._ends: list[tuple[int, End]] = []
+        self._cached: list[tuple[int, int]] = []
         self._num_bytes = 0
 
-    def add(self, request_id: str, epoch: int, first_index: int, tokens: Sequence[int], end: End | None = None) -> None:
-        """Tokens of a request from `first_index` on, and its end if these were the last. Order is kept."""
+    def add(
+        self,
+        request_id: str,
+        epoch: int,
+        first_index: int,
+        tokens: Sequence[int],
+        end: End | None = None,
+        num_cached: int = 0,
+    ) -> None:
+        """Tokens of a request from `first_index` on, and its end if these were the last. Order is kept.
+
+        `num_cached`: of its prompt, to be said with the first tokens.
+        """
         while len(tokens) > MAX_TOKENS:
-            self.add(request_id, epoch, first_index, tokens[:MAX_TOKENS])
+            self.add(request_id, epoch, first_index, tokens[:MAX_TOKENS], None, num_cached)
+            num_cached = 0
             first_index, tokens = first_index + MAX_TOKENS, tokens[MAX_TOKENS:]
         size_bytes = _size_bytes(request_id, len(tokens), end)
         if self._num_bytes + size_bytes > MAX_BYTES:
@@ -52,6 +65,8 @@ class Emission:
         self._num_bytes += size_bytes
         if end is not None:
             self._ends.append((len(self._ids), end))
+        if num_cached:
+            self._cached.append((len(self._ids), num_cached))
         self._ids.append(request_id)
         self._epochs.append(epoch)
         self._firsts.append(first_index)
@@ -69,6 +84,7 @@ class Emission:
                     counts=self._counts,
                     tokens=self._tokens,
                     ends=self._ends,
+                    cached=self._cached,
                 )
             )
             self._start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from actors.rules.chain import BLOCK_TOKENS
@@ -29,12 +30,20 @@ def usable_blocks(num_present: int, num_tokens: int) -> int:
     return max(0, min(num_present, num_tokens // BLOCK_TOKENS - 1))
 
 
-def hit(num_present: int, num_tokens: int, *, has_snapshot: bool) -> Hit:
-    """What to restore. `has_snapshot`: of the windows at the end of the last of `usable_blocks`.
+def hit(num_present: int, num_tokens: int, snapshots: Collection[int] = ()) -> Hit:
+    """What to restore. `snapshots`: the numbers of blocks behind which the windows can be had.
 
-    Without it one block is computed again; with no more than that there is nothing to gain, and nothing is restored.
+    The last of `usable_blocks` counts. Without windows there, those one block earlier leave the same work, exactly;
+    without these, too, one block is computed again; with no more than that there is nothing to gain, and nothing is
+    restored.
     """
-    num_blocks = usable_blocks(num_present, num_tokens)
-    if has_snapshot:
-        return Hit(num_blocks, num_blocks * BLOCK_TOKENS)
-    return Hit(num_blocks, (num_blocks - 1) * BLOCK_TOKENS) if num_blocks > 1 else Hit()
+    num_usable = usable_blocks(num_present, num_tokens)
+    for num_blocks in exact_ends(num_usable):
+        if num_blocks in snapshots:
+            return Hit(num_blocks, num_blocks * BLOCK_TOKENS)
+    return Hit(num_usable, (num_usable - 1) * BLOCK_TOKENS) if num_usable > 1 else Hit()
+
+
+def exact_ends(num_usable: int) -> list[int]:
+    """The numbers of blocks whose windows are wanted, the best first: what is replayed otherwise, or less."""
+    return [num_blocks for num_blocks in (num_usable, num_usable - 1) if num_blocks > 0]

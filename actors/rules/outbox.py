@@ -29,12 +29,13 @@ class Outbox:
         first_index: int,
         tokens: Sequence[int],
         end: End | None = None,
+        num_cached: int = 0,
     ) -> None:
-        """Tokens of a request for a destination, and its end if these were the last."""
+        """Tokens of a request for a destination, and the rest as in `Emission.add`."""
         if destination not in self._emissions:
             self._emissions[destination] = Emission(self._source)
             self._windows.setdefault(destination, Window())
-        self._emissions[destination].add(request_id, epoch, first_index, tokens, end)
+        self._emissions[destination].add(request_id, epoch, first_index, tokens, end, num_cached)
         self._num_waiting[destination] = self._num_waiting.get(destination, 0) + 1 + len(tokens)
 
     def take(self, now_s: float) -> list[tuple[str, TokensEmitted]]:

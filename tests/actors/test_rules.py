@@ -63,6 +63,16 @@ class TestEmission:
         assert (message.counts, message.tokens, message.ends) == ([2, 0], [5, 6], [(1, STOP)])
         assert emission.take() == []
 
+    def test_what_was_cached_is_said_once_with_the_first_tokens(self) -> None:
+        emission = Emission("entrypoint/e0")
+        emission.add("a", 1, 0, [5], None)
+        emission.add("b", 1, 0, range(MAX_TOKENS + 1), STOP, 256)
+        (message,) = emission.take()
+        assert message.request_ids == ["a", "b", "b"]
+        assert (message.cached, message.ends) == ([(1, 256)], [(2, STOP)])
+        emission.add("c", 1, 0, [5])
+        assert emission.take()[0].cached == []
+
     @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3 * MAX_TOKENS // 2)), max_size=6))
     def test_splitting_loses_nothing_and_keeps_order(self, adds: list[tuple[str, int]]) -> None:
         emission, sent = Emission("s"), {"a": 0, "b": 0, "c": 0}
@@ -85,7 +95,7 @@ class TestEmission:
         emission = Emission("entrypoint/e0")
         failure = Failure(code=Code.WORKER_LOST, message="wörter " * 100)
         for i in range(3000):
-            emission.add(f"{i:032x}", 1 << 62, 1 << 31, [(1 << 32) - 1] * 16, Failed(failure=failure))
+            emission.add(f"{i:032x}", 1 << 62, 1 << 31, [(1 << 32) - 1] * 16, Failed(failure=failure), 1 << 20)
         messages = emission.take()
         assert sum(len(message.ends) for message in messages) == 3000
         assert all(len(msgspec.msgpack.encode(message)) <= MAX_BYTES for message in messages)
