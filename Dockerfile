@@ -19,6 +19,9 @@ RUN python -c "import tomllib; print('\n'.join(tomllib.load(open('pyproject.toml
 COPY . .
 RUN pip install --no-deps .
 
+# A new volume takes its owner from here.
+RUN install -d -o 10001 -g 10001 -m 700 /store
+
 USER 10001:10001
 WORKDIR /
 ENTRYPOINT ["shoal"]

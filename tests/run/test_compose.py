@@ -19,19 +19,30 @@ NATS_CONF = ROOT / "run" / "clusters" / "nats.conf"
 
 def services() -> dict[str, str]:
     """The text of each service, by name."""
-    _, _, text = COMPOSE.partition("\nservices:\n")
+    text = COMPOSE.partition("\nservices:\n")[2].partition("\nvolumes:\n")[0]
     parts = re.split(r"^  ([a-z-]+):.*$", text, flags=re.MULTILINE)[1:]
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
-def test_every_role_is_a_service_with_a_health_check_of_its_own() -> None:
-    found = services()
-    assert set(found) == {*Role, "nats", "lgtm"}
-    for role in Role:
-        run = re.search(r"command: \[node, ([^,\]]+)", found[role])
-        check = re.search(r"test: \[CMD, shoal, health, ([^\]]+)\]", found[role])
+def test_every_role_is_in_one_service_with_a_health_check_of_all_its_actors() -> None:
+    roles: list[str] = []
+    for name, text in services().items():
+        if name in ("nats", "lgtm"):
+            continue
+        run = re.search(r"command: \[node, ([^\]]+?)(?:, --[^\]]*)?\]", text)
+        check = re.search(r"test: \[CMD, shoal, health, ([^\]]+)\]", text)
         assert run and check and run[1] == check[1]
-        assert Member.parse(run[1].replace("/-", "/host")).role == role
+        members = [Member.parse(member.replace("/-", "/host")) for member in run[1].split(", ")]
+        assert members[0].role == name
+        roles += [member.role for member in members]
+    assert sorted(roles) == sorted(Role)
+
+
+def test_who_reads_and_writes_blocks_sees_the_store() -> None:
+    mounts = {name: re.findall(r"- (store:\S+)", text) for name, text in services().items()}
+    assert {name for name, mount in mounts.items() if mount == ["store:/store"]} == {"writer", "kvstore"}
+    assert {name for name, mount in mounts.items() if mount == ["store:/store:ro"]} == {"prefill"}
+    assert "SHOAL_STORE: /store" in COMPOSE and "-o 10001 -g 10001 -m 700 /store" in (ROOT / "Dockerfile").read_text()
 
 
 def test_everything_is_published_on_loopback_only_and_stops_in_its_own_time() -> None:
