@@ -17,25 +17,21 @@ from actors.rules.emission import Held, resend_answer
 from bus.actor import Actor, Envelope, Handler
 from bus.bulk import Bulk
 from bus.bus import Bus, BusError, fail
-from bus.place import place
+from bus.offering import Offering
 from bus.subjects import (
     CANCEL_PREFILL,
     DISPATCH,
-    HAND_OVER,
-    RELEASE_DECODE,
     RELEASE_PREFILL,
-    RESEND_DECODE,
     RESEND_PREFILL,
-    ROUTE_DECODE,
     TOKENS,
     Subject,
 )
 from kernels.engine import Engine
 from schemas.failure import Code, Failure
-from schemas.handover import Dispatch, Dispatched, HandOver, Refused
+from schemas.handover import Dispatch, Dispatched, Refused
 from schemas.message import Role
 from schemas.request import Cancel, CancelAcknowledged, End, Failed, Resend, TokensEmitted
-from schemas.routing import LoadReported, Release, Route, Routed
+from schemas.routing import LoadReported, Release, Route
 
 log = logging.getLogger("shoal.prefill")
 
@@ -47,14 +43,6 @@ MAX_IMAGE_BYTES = 2 << 30
 
 PULL_S = 8.0
 """For a long prompt, or images; less than the entrypoint waits for our answer."""
-
-ASK_S = 5.0
-HAND_OVER_S = 30.0
-PROBE_S = 2.0
-"""A replica that has not answered an offer for so long is asked whether it still has it."""
-
-PATIENCE_S = 60.0
-"""How long a computed request waits for room in decode."""
 
 
 class Prefill(Actor):
@@ -68,7 +56,7 @@ class Prefill(Actor):
         self._engine = engine
         self.batch = Batch()
         self._pulling: dict[str, Dispatch] = {}
-        self._leaving: dict[str, tuple[Job, asyncio.Event]] = {}
+        self._leaving: dict[str, tuple[Job, Offering]] = {}
         self._phases = Phases(id)
         self._has_work = asyncio.Event()
 
@@ -160,7 +148,7 @@ class Prefill(Actor):
             was_running = not job.is_cancelled
             job.is_cancelled = True
             if job.id in self._leaving:
-                self._leaving[job.id][1].set()
+                self._leaving[job.id][1].cancel()
             elif not job.is_admitted:
                 self._drop(job)
             self._has_work.set()
@@ -235,9 +223,10 @@ class Prefill(Actor):
         self._engine.free(job.id)
         self.batch.remove(job)
         job.images = []  # of no use any more, and large
-        cancelled = asyncio.Event()
-        self._leaving[job.id] = (job, cancelled)
-        self.spawn(self._hand_over(job, state, cancelled))
+        layout = self._engine.info.layout
+        offering = Offering(self.bus, self._bulk, state, lambda to, handle: job.hand_over(to, handle, layout))
+        self._leaving[job.id] = (job, offering)
+        self.spawn(self._hand_over(job, state))
 
     async def _reject(self, job: Job, failure: Failure) -> None:
         """A job that cannot be computed ends here. Only between steps."""
@@ -260,71 +249,19 @@ class Prefill(Actor):
 
     # Handing over
 
-    async def _hand_over(self, job: Job, state: bytes, cancelled: asyncio.Event) -> None:
-        """Find a decode replica that takes the state. A cancelled one goes on to the next answer, then stops: so no
-        reservation and no offer is ever left behind."""
+    async def _hand_over(self, job: Job, state: bytes) -> None:
+        """See the state off to a decode replica."""
         span = self._phases.next(job.id, "hand over")
         span.set_attribute("shoal.state_bytes", len(state))
         with trace.use_span(span):
+            wanted = Route(request_id=job.id, num_new=job.dispatch.limits.max_tokens, num_cached=len(job.tokens))
             try:
-                await place(
-                    self.bus,
-                    ROUTE_DECODE,
-                    RELEASE_DECODE,
-                    Route(request_id=job.id, num_new=job.dispatch.limits.max_tokens, num_cached=len(job.tokens)),
-                    lambda routed: self._offer(job, state, routed, cancelled),
-                    patience_s=PATIENCE_S,
-                    is_over=lambda: job.is_cancelled,
-                )
+                await self._leaving[job.id][1].place(wanted)
             except BusError as error:
                 await self._fail(job, error.failure)
         self._leaving.pop(job.id, None)
         self._close(job)
         self._has_work.set()
-
-    async def _offer(self, job: Job, state: bytes, routed: Routed, cancelled: asyncio.Event) -> bool:
-        """Offer the state to one decode replica. True if it took it, False if not or when cancelled meanwhile."""
-        checksum = await self._bulk.checksum(state)
-        try:
-            handle = self._bulk.offer(state, lease_s=HAND_OVER_S, checksum=checksum)
-        except BusError:
-            return False  # too much is on offer already
-        offer = HandOver(
-            request_id=job.id,
-            entrypoint=job.dispatch.entrypoint,
-            epoch=job.dispatch.epoch,
-            reservation=routed.reservation,
-            balancer=routed.balancer,
-            state=handle,
-            layout=self._engine.info.layout,
-            num_tokens=len(job.tokens),
-            sampling=job.dispatch.sampling,
-            limits=job.dispatch.limits,
-        )
-        asking = asyncio.create_task(self.bus.ask(HAND_OVER.at(routed.replica), offer, timeout_s=HAND_OVER_S))
-        giving_up = asyncio.create_task(cancelled.wait())
-        try:
-            while not asking.done():
-                both = [asking, giving_up]
-                done, _ = await asyncio.wait(both, timeout=PROBE_S, return_when=asyncio.FIRST_COMPLETED)
-                if giving_up in done or (not done and not await self._is_held(job, routed.replica)):
-                    return False
-            answer = asking.result()
-        except BusError:
-            return False
-        finally:
-            asking.cancel()
-            giving_up.cancel()
-            self._bulk.withdraw(handle)
-        if isinstance(answer, Refused) and answer.is_final:
-            job.is_cancelled = True  # it has ended, or is owned elsewhere
-        return not isinstance(answer, Refused)
-
-    async def _is_held(self, job: Job, replica: str) -> bool:
-        """Whether a decode replica still has our offer: one that was killed meanwhile cannot say so by itself."""
-        asked = Resend(request_ids=[job.id], first_indexes=[0], epochs=[job.dispatch.epoch])
-        answer = await self.bus.ask(RESEND_DECODE.at(replica), asked, timeout_s=ASK_S)
-        return not answer.ends
 
     async def _fail(self, job: Job, failure: Failure) -> None:
         """Tell the entrypoint the end. Stale by then if a decode replica had claimed the request after all."""

@@ -9,7 +9,9 @@ import numpy as np
 
 from actors.rules.chain import BLOCK_TOKENS
 from kernels.engine import Admission, Chunk, Engine, ImageRows, Sampling, Tokens
-from schemas.handover import Dispatch
+from schemas.bulk import Handle
+from schemas.handover import Dispatch, HandOver
+from schemas.routing import Routed
 
 CHUNK_GRAIN = BLOCK_TOKENS
 """Chunks of a cut prompt are multiples of this (the block size), so that blocks fill at step ends."""
@@ -52,6 +54,21 @@ class Job:
     @property
     def num_left(self) -> int:
         return len(self.tokens) - self.num_done
+
+    def hand_over(self, to: Routed, state: Handle, layout: str) -> HandOver:
+        """What goes to a decode replica with its state."""
+        return HandOver(
+            request_id=self.id,
+            entrypoint=self.dispatch.entrypoint,
+            epoch=self.dispatch.epoch,
+            reservation=to.reservation,
+            balancer=to.balancer,
+            state=state,
+            layout=layout,
+            num_tokens=len(self.tokens),
+            sampling=self.dispatch.sampling,
+            limits=self.dispatch.limits,
+        )
 
     def is_over(self, now_ns: int) -> bool:
         """Nobody waits for it any more: cancelled, or past its deadline (its entrypoint then ends it by itself)."""
