@@ -1,4 +1,4 @@
-"""The GenAI metrics, defined once: names, units and buckets of the OpenTelemetry conventions.
+"""The GenAI metrics, defined once: names, units and buckets of the OpenTelemetry conventions, and one of our own.
 
 Source: open-telemetry/semantic-conventions-genai, status Development, as of September 2026 (spec bus.md §3.1).
 Instruments come from the OpenTelemetry API, so recording costs nothing until `run/telemetry.py` sets the SDK up.
@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import cache
 
 from opentelemetry import metrics
-from opentelemetry.metrics import Histogram
+from opentelemetry.metrics import Counter, Histogram
 
 OPERATION = "gen_ai.operation.name"
 PROVIDER = "gen_ai.provider.name"
@@ -56,14 +56,28 @@ def token_usage() -> Histogram:
     return _histogram("gen_ai.client.token.usage", "{token}", "Tokens of a request", USAGE_BUCKETS)
 
 
+@cache
+def cached_tokens() -> Counter:
+    """Tokens of prompts that were not computed: their KV was in the cache. A part of `input` in `token_usage`."""
+    return metrics.get_meter("shoal").create_counter("shoal.cache.hit_tokens", "{token}", "Cached tokens of prompts")
+
+
 def record_request(
-    model: str, *, duration_s: float, first_token_s: float, num_input: int, num_output: int, error: str = ""
+    model: str,
+    *,
+    duration_s: float,
+    first_token_s: float,
+    num_input: int,
+    num_cached: int,
+    num_output: int,
+    error: str = "",
 ) -> None:
     """Record all of the above for one request that has ended. `first_token_s` counts from its arrival; 0 for none."""
     labels = attributes(model, error=error)
     request_duration().record(duration_s, labels)
     token_usage().record(num_input, labels | {TOKEN_TYPE: "input"})
     token_usage().record(num_output, labels | {TOKEN_TYPE: "output"})
+    cached_tokens().add(num_cached, labels)
     if not error and first_token_s:
         time_to_first_token().record(first_token_s, labels)
         if num_output > 1:

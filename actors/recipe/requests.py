@@ -89,9 +89,10 @@ class OpenRequest:
             return None
         self.is_closed = True
         self.door.close()
-        num_output = self.session.num_tokens if self.session else 0
+        num_output, num_cached = (self.session.num_tokens, self.session.num_cached) if self.session else (0, 0)
         error = outcome.failure.code if outcome.failure else ""
         self.span.set_attribute("gen_ai.usage.output_tokens", num_output)
+        self.span.set_attribute("gen_ai.usage.cache_read.input_tokens", num_cached)
         self.span.set_attribute("gen_ai.response.finish_reasons", [outcome.reason])
         if outcome.failure is not None:
             self.span.set_attribute("error.type", error)
@@ -104,12 +105,16 @@ class OpenRequest:
             "duration_s": now_s - self.started_s,
             "first_token_s": self.first_token_s - self.started_s if self.first_token_s else 0.0,
             "num_input": self.num_prompt_tokens,
+            "num_cached": num_cached,
             "num_output": num_output,
             "error": error,
         }
 
-    def apply(self, first_index: int, tokens: list[int], end: End | None, now_s: float) -> Outcome:
-        """Take tokens, and maybe the end, from the shard. Repeated ones are skipped; a gap changes nothing."""
+    def apply(self, first_index: int, tokens: list[int], end: End | None, now_s: float, num_cached: int = 0) -> Outcome:
+        """Take tokens, and maybe the end, from the shard. Repeated ones are skipped; a gap changes nothing.
+
+        `num_cached`: of the prompt's tokens, with the first of the answer's.
+        """
         self.last_event_s = now_s
         self.num_seen = max(self.num_seen, first_index + len(tokens))
         self.is_end_seen = self.is_end_seen or end is not None
@@ -121,6 +126,8 @@ class OpenRequest:
         if session is None:
             return Outcome()
         items: list[bytes] = []
+        if self.next_index == 0:
+            session.num_cached = num_cached
         try:
             if new:
                 self.next_index += len(new)
@@ -236,7 +243,7 @@ class OpenRequests:
 
         Each of those is told once in SILENCE_S: tokens on their way when a request was cancelled are no news.
         """
-        start, ends, tokens = 0, dict(emitted.ends), emitted.tokens
+        start, ends, cached, tokens = 0, dict(emitted.ends), dict(emitted.cached), emitted.tokens
         outcomes, unknown = [], list[str]()
         for i, (id, first, count) in enumerate(
             zip(emitted.request_ids, emitted.first_indexes, emitted.counts, strict=True)
@@ -246,7 +253,8 @@ class OpenRequests:
             if request is not None:
                 # Tokens may overtake the answer to Submit.
                 request.shard = request.shard or shard_of(emitted)
-                outcomes.append((request, request.apply(first, tokens[start:stop], ends.get(i), now_s)))
+                outcome = request.apply(first, tokens[start:stop], ends.get(i), now_s, cached.get(i, 0))
+                outcomes.append((request, outcome))
             elif i not in ends and now_s - self._strays.get(id, -SILENCE_S) >= SILENCE_S:
                 unknown.append(id)
             start = stop

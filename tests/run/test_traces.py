@@ -106,4 +106,5 @@ def test_metrics_have_the_conventions_names(exporters: tuple[InMemorySpanExporte
         "gen_ai.server.time_to_first_token",
         "gen_ai.server.time_per_output_token",
         "gen_ai.client.token.usage",
+        "shoal.cache.hit_tokens",
     } <= found
