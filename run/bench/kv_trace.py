@@ -1,0 +1,125 @@
+"""Prefix hits on a trace of real requests, with the real keys, table and reclaim, against what could be hit at all.
+
+The traces name blocks of 512 tokens; each stands for four of ours, with tokens drawn from its number, so that chains
+meet exactly where the trace says (spec serving.md §8). Tokens of answers are not stored: the trace names them in the
+prompts that come after.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from actors.kvstore.reclaim import Reclaim
+from actors.rules.blocks import BlockTable
+from actors.rules.chain import BLOCK_TOKENS, KEY_BYTES, chain, root
+from actors.rules.hit import usable_blocks
+from actors.rules.keys import keys as as_keys
+
+TRACE_TOKENS = 512  # of a block of the trace
+BUDGETS = (0.01, 0.1, 0.5)
+"""Bounded stores, as parts of all the blocks that the trace has."""
+
+Progress = Callable[[float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """When it came, how long its prompt was, and the keys of its complete blocks, one after the other."""
+
+    at_s: float
+    num_tokens: int
+    keys: bytes
+
+    def __len__(self) -> int:
+        return len(self.keys) // KEY_BYTES
+
+    def __iter__(self) -> Iterator[bytes]:
+        return (self.keys[i : i + KEY_BYTES] for i in range(0, len(self.keys), KEY_BYTES))
+
+
+def measure_trace(path: Path, progress: Progress = lambda done: None) -> dict[str, Any]:
+    """Hits as parts of all prefix blocks: the most there can be by the trace's own blocks, and ours, without a bound
+    and at `BUDGETS`. Raises OSError, and ValueError or KeyError for a file that is no trace."""
+    rows = [json.loads(line) for line in path.read_bytes().splitlines()]
+    num_rounds = 2 + len(BUDGETS)
+    requests = []
+    for number, row in enumerate(rows):
+        keys = chain(_ROOT, tokens_of(row["hash_ids"], row["input_length"]))
+        requests.append(Request(row["timestamp"] / 1000, row["input_length"], b"".join(keys)))
+        progress(number / len(rows) / num_rounds)
+    found: dict[str, Any] = {
+        "trace_requests": len(requests),
+        "trace_blocks": sum(map(len, requests)),
+        "hit_ratio_optimum": _optimum([row["hash_ids"] for row in rows]),
+        **_unbounded(requests),
+        "hit_ratio_bounded": {},
+    }
+    progress(2 / num_rounds)
+    num_all = len({key for request in requests for key in request})
+    for number, part in enumerate(BUDGETS, 3):
+        found["hit_ratio_bounded"][str(part)] = _bounded(requests, max(1, int(num_all * part)))
+        progress(number / num_rounds)
+    return found
+
+
+def tokens_of(hash_ids: list[int], num_tokens: int) -> npt.NDArray[np.uint32]:
+    """The prompt of a request of the trace: each block's tokens follow from its number."""
+    ids = np.array(hash_ids, dtype=np.uint64)[:, None] * np.uint64(TRACE_TOKENS)
+    z = ids + np.arange(TRACE_TOKENS, dtype=np.uint64)
+    z = (z ^ (z >> np.uint64(7))) * np.uint64(0x9E3779B97F4A7C15)
+    return (z >> np.uint64(47)).astype(np.uint32).reshape(-1)[:num_tokens]  # 17 bits: a vocabulary of 131,072
+
+
+_ROOT = root("trace")
+
+
+def _optimum(prompts: list[list[int]]) -> float:
+    """Of the trace's own blocks, incomplete ones too: those seen before, up to the first one that was not."""
+    seen: set[int] = set()
+    num_hit = 0
+    for ids in prompts:
+        num_hit += next((i for i, id in enumerate(ids) if id not in seen), len(ids))
+        seen.update(ids)
+    return round(num_hit / sum(map(len, prompts)), 4)
+
+
+def _unbounded(requests: list[Request]) -> dict[str, float]:
+    """Blocks that are there, and the tokens that need not be computed for them, with windows at hand."""
+    table = BlockTable()
+    num_hit = num_cached = 0
+    for request in requests:
+        keys = as_keys(request.keys)
+        there = table.find(keys)[1]
+        num_present = len(keys) if there.all() else int(there.argmin())
+        num_hit += num_present
+        num_cached += usable_blocks(num_present, request.num_tokens) * BLOCK_TOKENS
+        table.put(keys, np.zeros(len(keys), dtype=np.uint64))
+    return {
+        "hit_ratio": round(num_hit / sum(map(len, requests)), 4),
+        "cached_token_ratio": round(num_cached / sum(request.num_tokens for request in requests), 4),
+    }
+
+
+def _bounded(requests: list[Request], num_slots: int) -> float:
+    """With room for `num_slots` blocks: what does not fit any more drives out what reclaim says."""
+    reclaim, here = Reclaim(), set[bytes]()
+    num_hit = num_all = 0
+    for request in requests:
+        keys = list(request)
+        num_present = next((i for i, key in enumerate(keys) if key not in here), len(keys))
+        num_hit += num_present
+        num_all += len(keys)
+        reclaim.touched(keys[:num_present][-1:], request.at_s)
+        for i, key in enumerate(keys[num_present:], num_present):
+            if key not in here:
+                here.add(key)
+                reclaim.stored(key, keys[i - 1] if i else _ROOT, request.at_s)
+        here.difference_update(reclaim.victims(len(here) - num_slots))
+    return round(num_hit / num_all, 4)
