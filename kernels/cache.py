@@ -8,8 +8,7 @@ import torch
 
 from kernels import replay
 from kernels.config import ModelConfig
-from kernels.engine import Admission
-from kernels.kvlayout import BLOCK_TOKENS
+from kernels.engine import BLOCK_TOKENS, Admission
 from kernels.kvpages import KVPages, num_blocks_of
 from kernels.ops.pack import Record, gather, pack, window_rows, window_values
 from kernels.pages import PoolFull
@@ -24,7 +23,8 @@ class StatePool:
     Compressed rows and index keys lie in blocks shared by all slots (`kv`); a slot has those of the tokens that it was
     allocated for. Per slot there are a sliding-window ring a layer (of what `window_rows` gives), for each KV owner of
     ratio 2 the FP32 (kv, score) of the last tokens, and the token ids. The last `max_rollback` tokens can be taken
-    back: rings hold that many rows more than the arithmetic needs.
+    back, and windows at the ends of the last two whole blocks be read: rings hold that many rows more than the
+    arithmetic needs.
     With `drafts`, a window ring per draft stage too. `num_blocks`: of 128 tokens; without it every slot can be full.
     All lie on `device`, but the token ids, which only the host reads; exported state is on the host.
     Rows outside a request's valid length may hold anything, but no NaN of another request: attention adds up what is
@@ -48,7 +48,7 @@ class StatePool:
         self.num_slots = num_slots
         self.max_tokens = max_tokens
         self.max_rollback = max_rollback
-        self.ring_rows = config.sliding_window + max_rollback
+        self.ring_rows = config.sliding_window + max_rollback + 2 * BLOCK_TOKENS
         self.pair_rows = max_rollback + 2
         dim = config.head_dim
         if num_blocks is None:
@@ -71,6 +71,8 @@ class StatePool:
         self._room = [0] * num_slots  # tokens that the slot was allocated for
         self._starts = [Starts()] * num_slots
         self._floor = [0] * num_slots  # the shortest length that truncate can still restore
+        self._first = [0] * num_slots  # the first position whose window rows were computed or imported here
+        self._longest = [0] * num_slots  # the greatest length so far: rings hold the rows before it
         self._free = list(range(num_slots - 1, -1, -1))
         self._used: set[int] = set()
 
@@ -97,8 +99,8 @@ class StatePool:
         self.draft_swa[:, slot] = 0
         self._used.add(slot)
         self._room[slot] = room
-        self._length[slot] = self._floor[slot] = 0
         self._starts[slot] = Starts()
+        self._begin(slot, 0, 0)
         return slot
 
     def free(self, slot: int) -> None:
@@ -107,18 +109,6 @@ class StatePool:
         self._used.remove(slot)
         self._free.append(slot)
         self.kv.free(slot)
-
-    def hold(self, slot: int, number: int) -> int:
-        """The id of a slot's complete block `number`, for `kv.payloads` and in the end `kv.release`.
-
-        It stays as it is, even when the slot is freed; the slot cannot go back behind its end. Raises ValueError when
-        not all of its tokens are computed.
-        """
-        end = (number + 1) * BLOCK_TOKENS
-        if number < 0 or end > self.length(slot):
-            raise ValueError(f"slot {slot} holds {self._length[slot]} tokens, block {number} is not complete")
-        self._floor[slot] = max(self._floor[slot], end)
-        return self.kv.hold(slot, number)
 
     def room(self, slot: int) -> int:
         """Number of tokens that the slot was allocated for."""
@@ -152,7 +142,7 @@ class StatePool:
     def advance(self, slot: int, num_tokens: int) -> None:
         """Count tokens whose state a forward pass has just written (called by `Model.forward`)."""
         length = self._length[slot] + num_tokens
-        self._length[slot] = length
+        self._length[slot], self._longest[slot] = length, max(self._longest[slot], length)
         # A replayed prompt cannot be cut short: another length would have been replayed from elsewhere.
         self._floor[slot] = max(self._floor[slot], length - self.max_rollback, min(length, self._starts[slot].whole))
 
@@ -189,8 +179,7 @@ class StatePool:
             **self.kv.records(slot, length),
         }
         for name, ring, rows in self._rings(length):
-            records = pack(window_values(ring[:, slot, rows].flatten(0, 1)), Record.WINDOW)
-            tensors[name] = records.view(len(ring), len(rows), self.kv.layout.window_bytes).cpu()
+            tensors[name] = self._read_ring(ring, slot, rows)
         for layer, pair in self.pair.items():
             tensors[f"pair.{layer}"] = pair[slot, self._pair_index(length)].cpu()
         return tensors
@@ -218,32 +207,55 @@ class StatePool:
             _checked(tensors, f"pair.{layer}", (len(pair_rows), *pair.shape[2:]), pair.dtype)
         self._write_prefix(slot, length, tensors)
         for name, ring, rows in self._rings(length):
-            records = tensors[name].flatten(0, 1).to(self.device)
-            values = gather(records, torch.arange(len(records), device=self.device), Record.WINDOW)
-            ring[:, slot, rows] = window_rows(values).view(len(ring), len(rows), ring.shape[-1])
+            self._write_ring(ring, slot, rows, tensors[name])
         for layer, pair in self.pair.items():
             pair[slot, pair_rows] = tensors[f"pair.{layer}"].to(self.device)
-        self._length[slot] = self._floor[slot] = length
         self._starts[slot] = starts
+        self._begin(slot, length, max(0, length - self.config.sliding_window + 1))
 
     def import_prefix(self, slot: int, tensors: dict[str, torch.Tensor]) -> None:
-        """Put the cached compressed rows of a prefix into an empty slot, without window rows (encoder replay).
+        """Put the cached compressed rows of a prefix into an empty slot.
 
         `tokens`, `main.{layer}` and `index_k.{layer}` as `export` gives them for the prefix; `KVLayout.split` makes the
-        latter of cached blocks. The slot's length is then one window short of it: the caller computes those tokens
-        again, and with them the window rows; compressed rows of the prefix stay. Raises ValueError as `import_` does.
+        latter of cached blocks. With `swa`, as `windows` gives it, the slot then holds all that layers before the
+        decoder need, as if they had computed the prefix; the decoder must begin behind it (`plan_replay`). Without it
+        the length is one window short of the prefix (encoder replay): the caller computes those tokens again, and with
+        them the window rows; compressed rows of the prefix stay. Raises ValueError as `import_` does.
         """
         self._need(slot)
         if "tokens" not in tensors:
             raise ValueError("imported state lacks tokens")
-        length = tensors["tokens"].numel()
+        length, window = tensors["tokens"].numel(), self.config.sliding_window
         self._check_prefix(slot, length, tensors)
+        ring, rows = self.swa[: self.config.first_decoder_layer], self._ring_index(length, window - 1)
+        if "swa" in tensors:
+            _checked(tensors, "swa", (len(ring), len(rows), self.kv.layout.window_bytes), torch.uint8)
         self._write_prefix(slot, length, tensors)
-        self._starts[slot] = replay.after_prefix(length, self.config.sliding_window)
-        self._length[slot] = self._floor[slot] = self._starts[slot].encoder
+        if "swa" in tensors:
+            self._write_ring(ring, slot, rows, tensors["swa"])
+            self._starts[slot] = Starts()
+            self._begin(slot, length, max(0, length - window + 1))
+        else:
+            self._starts[slot] = replay.after_prefix(length, window)
+            self._begin(slot, self._starts[slot].encoder, self._starts[slot].encoder)
+
+    def windows(self, slot: int, length: int) -> torch.Tensor | None:
+        """Window rows of the layers before the decoder, as they were at `length` tokens: uint8 [layers, min(length,
+        window - 1), row bytes], records on the host; None when not all of them are there (any more)."""
+        self._need(slot)
+        first = max(0, length - self.config.sliding_window + 1)
+        if length > self._length[slot] or first < self._first[slot] or first + self.ring_rows < self._longest[slot]:
+            return None
+        rows = self._ring_index(length, self.config.sliding_window - 1)
+        return self._read_ring(self.swa[: self.config.first_decoder_layer], slot, rows)
+
+    def _begin(self, slot: int, length: int, first: int) -> None:
+        """The slot goes on at `length`, and has window rows from `first` on."""
+        self._length[slot] = self._floor[slot] = self._longest[slot] = length
+        self._first[slot] = first
 
     def _check_prefix(self, slot: int, length: int, tensors: dict[str, torch.Tensor]) -> None:
-        if self._length[slot]:  # its blocks may have other holders by now
+        if self._length[slot]:
             raise ValueError(f"slot {slot} holds {self._length[slot]} tokens, only an empty one imports")
         if not 0 <= length <= self._room[slot]:
             raise ValueError(f"imported state of {length} tokens does not fit in {self._room[slot]}")
@@ -254,6 +266,16 @@ class StatePool:
     def _write_prefix(self, slot: int, length: int, tensors: dict[str, torch.Tensor]) -> None:
         self.tokens[slot, :length] = tensors["tokens"]
         self.kv.write(slot, length, tensors)
+
+    def _read_ring(self, ring: torch.Tensor, slot: int, rows: torch.Tensor) -> torch.Tensor:
+        """Records of some `rows` of all layers of `ring`: uint8 [layers, rows, row bytes], on the host."""
+        records = pack(window_values(ring[:, slot, rows].flatten(0, 1)), Record.WINDOW)
+        return records.view(len(ring), len(rows), self.kv.layout.window_bytes).cpu()
+
+    def _write_ring(self, ring: torch.Tensor, slot: int, rows: torch.Tensor, records: torch.Tensor) -> None:
+        flat = records.flatten(0, 1).to(self.device)
+        values = gather(flat, torch.arange(len(flat), device=self.device), Record.WINDOW)
+        ring[:, slot, rows] = window_rows(values).view(len(ring), len(rows), ring.shape[-1])
 
     def _rings(self, length: int) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
         """Name, ring and valid rows of it, in position order, at `length` tokens."""

@@ -15,7 +15,8 @@ What is computed of a prompt can be kept, by blocks of 128 tokens, and spares an
 
     payloads = await engine.blocks("r1", 0, 2)            # of tokens 0 to 255
     windows = await engine.windows("r1", 256)             # and what goes with them at their end, while it is there
-    engine.admit("r2", ...); await engine.resume("r2", Prefix(tokens[:256], payloads, windows))
+    engine.admit("r2", ..., bounded_prompt=len(tokens))
+    await engine.resume("r2", Prefix(tokens[:256], payloads, windows))
     await engine.prefill([Chunk("r2", tokens[256:])])
 """
 
@@ -32,6 +33,9 @@ import numpy.typing as npt
 Tokens = npt.NDArray[np.uint32]
 Buffer = bytes | bytearray | memoryview
 Pixels = npt.NDArray[np.uint8]
+
+BLOCK_TOKENS = 128
+"""Of one cached block: the grain of `Prefix`; a multiple of every compression ratio."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +84,8 @@ class Prefix:
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
     """What an engine is. `layout` names the format of exported state: engines with equal layouts understand each other.
-    `space` names what its blocks are, weights and layout, and `block_bytes` is the size of one's payload.
+    `space` names what its blocks are, weights and layout, once the engine is started ("" before), and `block_bytes` is
+    the size of one's payload.
 
     `max_tokens` is the longest prompt plus output; `num_slots` how many requests it can hold, `capacity_tokens` of how
     many tokens together; `max_step_tokens` the most tokens one prefill step should be given.
@@ -135,10 +140,11 @@ class Engine(Protocol):
 
     async def resume(self, key: str, prefix: Prefix) -> int:
         """Fill an admitted slot, images attached or not, with blocks of its prompt. The position prefill goes on from:
-        the end of the prefix, or one block before it when there are no windows.
+        the end of the prefix, or one window (of the published model: a block) before it when there are no windows.
 
-        A request that goes on from windows is bit for bit one that was computed from its start. Raises StateError; the
-        slot is then still admitted, empty.
+        A request that goes on from windows is bit for bit one that was computed from its start. Windows of decoder
+        layers are not kept: raises ValueError unless the prompt is bounded and a window of it is left to compute.
+        Raises StateError when payloads or windows are not what they should be; the slot is then still admitted, empty.
         """
         ...
 
@@ -149,7 +155,8 @@ class Engine(Protocol):
     async def windows(self, key: str, num_tokens: int) -> bytes | None:
         """The window rows at the end of a request's first `num_tokens`, whole blocks, for `Prefix.windows`.
 
-        None when they are gone: they are kept for the last two whole blocks of what was computed here.
+        None when they are gone: they are kept at least at the ends of the last two whole blocks, as far as those rows
+        were computed here, or came with `resume`. Raises ValueError when not all tokens are computed.
         """
         ...
 

@@ -6,7 +6,7 @@ import torch
 
 from kernels.checkpoint import Checkpoint
 from kernels.config import LayerRole, ModelConfig
-from kernels.kvlayout import BLOCK_TOKENS
+from kernels.engine import BLOCK_TOKENS
 from kernels.ops import index
 from kernels.ops.attention import PICK_TILE, Source, picked
 from kernels.ops.quant import fp4_e8m0_qdq

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from kernels.config import LayerRole, ModelConfig
+from kernels.engine import BLOCK_TOKENS
 from kernels.ops.pack import Record
 
-BLOCK_TOKENS = 128  # a multiple of every ratio
 _FP32_BYTES = 4
 
 

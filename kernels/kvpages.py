@@ -1,15 +1,13 @@
-"""Compressed KV and index keys of all requests, as records in blocks of 128 tokens that no request owns alone."""
+"""Compressed KV and index keys of all requests, as records in blocks of 128 tokens."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from kernels.config import ModelConfig
-from kernels.engine import Admission
-from kernels.kvlayout import BLOCK_TOKENS, KVLayout
+from kernels.engine import BLOCK_TOKENS, Admission
+from kernels.kvlayout import KVLayout
 from kernels.ops.index import KEY_TILE
 from kernels.pages import PagePool
 
@@ -39,7 +37,7 @@ class KVPages:
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody holds."""
+        """Blocks that no slot has."""
         return self._pages.num_free
 
     def admit(self, num_tokens: int) -> Admission:
@@ -54,25 +52,14 @@ class KVPages:
             pages[int(self.tables[slot, 0]), 0] = 0
 
     def free(self, slot: int) -> None:
-        """Let go of a slot's blocks; those that somebody else holds live on."""
-        for block in self.tables[slot, : self._num_reserved[slot]].tolist():
-            self._pages.release(block)
+        """Give a slot's blocks back."""
+        self._pages.give_back(self.tables[slot, : self._num_reserved[slot]].tolist())
         self.tables[slot] = 0
         self._num_reserved[slot] = 0
 
-    def hold(self, slot: int, number: int) -> int:
-        """The id of the slot's block `number`, held until `release`, whatever becomes of the slot."""
-        block = int(self.tables[slot, number])
-        self._pages.share(block)
-        return block
-
-    def release(self, block: int) -> None:
-        """Let go of a block from `hold`. Raises ValueError when nobody holds it."""
-        self._pages.release(block)
-
-    def payloads(self, blocks: Sequence[int]) -> torch.Tensor:
-        """Copies of held blocks: uint8 [blocks, block_bytes] on the CPU, in the order of `KVLayout`."""
-        ids = torch.tensor(blocks, dtype=torch.int64)
+    def payloads(self, slot: int, first: int, num: int) -> torch.Tensor:
+        """Copies of `num` blocks of a slot, in order: uint8 [num, block_bytes] on the CPU, as `KVLayout` says."""
+        ids = torch.from_numpy(self.tables[slot, first : first + num])
         return self.layout.join({name: pages[ids.to(pages.device)] for name, pages in self._arrays()}).cpu()
 
     def records(self, slot: int, num_tokens: int) -> dict[str, torch.Tensor]:

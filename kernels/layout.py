@@ -12,7 +12,7 @@ import torch
 
 from kernels.batch import Segment
 from kernels.cache import StatePool
-from kernels.kvlayout import BLOCK_TOKENS
+from kernels.engine import BLOCK_TOKENS
 from kernels.kvpages import num_tile_blocks
 from kernels.ops.attention import Window
 from kernels.ops.linear import padded_rows

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
-import safetensors
-import safetensors.torch
 import torch
 
 from kernels.batch import Batch
 from kernels.cache import StatePool
 from kernels.config import ModelConfig
-from kernels.engine import Admission, Chunk, EngineInfo, ImageRows, Sampling, StateError
-from kernels.kvlayout import BLOCK_TOKENS, KVLayout
+from kernels.engine import BLOCK_TOKENS, Admission, Chunk, EngineInfo, ImageRows, Prefix, Sampling, Tokens
+from kernels.kvlayout import KVLayout
 from kernels.kvpages import num_blocks_of
 from kernels.model import ComputeDtype, Model, load_model
-from kernels.requests import NONE, Request, Requests, check_images, check_restored
-from kernels.seal import seal, unseal
+from kernels.requests import NONE, Requests, check_images
+from kernels.revision import revision
+from kernels.slots import SlotRequest, export_state, read_blocks, read_windows, restore_state, resume
 from kernels.thread import ComputeThread
 from kernels.verify import verify
 
@@ -31,18 +29,7 @@ KV_BYTES = 1 << 30
 """For compressed KV of all requests; never less than the longest one needs, nor more than all of that length need."""
 
 _STATE_REVISION = 3  # of what export writes; raise it whenever that changes
-
-
-@dataclass(slots=True)
-class _Request(Request):
-    """`hidden` [hidden_size] is the last prompt row, kept until the first token is sampled from it.
-
-    `images`: position and rows [num_tokens, hidden_size] of those that are not wholly computed.
-    """
-
-    slot: int = -1
-    hidden: torch.Tensor | None = None
-    images: list[tuple[int, npt.NDArray[np.float32]]] = field(default_factory=list)
+_BLOCK_REVISION = 1  # of payloads and windows, likewise
 
 
 class LocalEngine:
@@ -91,7 +78,7 @@ class LocalEngine:
             space="",
             block_bytes=KVLayout(self._config).block_bytes,
         )
-        self._requests = Requests(_Request)
+        self._requests = Requests(SlotRequest)
         self._thread = ComputeThread("engine", num_threads)
         self._model: Model | None = None
         self._pool: StatePool | None = None
@@ -132,18 +119,37 @@ class LocalEngine:
     async def prefill(self, chunks: Sequence[Chunk]) -> int:
         requests = self._requests.to_prefill(chunks)
         for request, chunk in zip(requests, chunks, strict=True):
-            self._check_tokens(request, chunk)
+            self._check_tokens(chunk.key, request, chunk.tokens)
         if not requests:
             return 0
         return await self._thread.run(lambda: self._prefill(requests, chunks))
 
     async def export(self, key: str) -> bytes:
         request = self._requests.to_export(key)
-        return await self._thread.run(lambda: self._export(key, request))
+        _, pool = self._loaded()
+        return await self._thread.run(lambda: export_state(key, request, pool, self._info.layout))
 
     async def restore(self, key: str, state: bytes) -> None:
         request = self._requests.to_restore(key)
-        await self._thread.run(lambda: self._restore(request, state))
+        _, pool = self._loaded()
+        await self._thread.run(lambda: restore_state(request, pool, self._info.layout, state))
+
+    async def resume(self, key: str, prefix: Prefix) -> int:
+        _, pool = self._loaded()
+        window = self._config.sliding_window
+        request = self._requests.to_resume(key, prefix, self._info.block_bytes, window)
+        self._check_tokens(key, request, prefix.tokens)
+        return await self._thread.run(lambda: resume(request, pool, self._info.space, prefix))
+
+    async def blocks(self, key: str, first: int, num: int) -> list[bytes]:
+        _, pool = self._loaded()
+        request = self._requests.to_read(key, first, num)
+        return await self._thread.run(lambda: read_blocks(request, pool, first, num))
+
+    async def windows(self, key: str, num_tokens: int) -> bytes | None:
+        _, pool = self._loaded()
+        request = self._requests.to_read_windows(key, num_tokens)
+        return await self._thread.run(lambda: read_windows(request, pool, self._info.space, num_tokens))
 
     async def decode(self, keys: Sequence[str]) -> list[list[int]]:
         requests = self._requests.to_decode(keys)
@@ -158,15 +164,15 @@ class LocalEngine:
 
     async def close(self) -> None:
         self._thread.close()
-        self._requests = Requests(_Request)
+        self._requests = Requests(SlotRequest)
         self._model = self._pool = None
 
-    def _check_tokens(self, request: _Request, chunk: Chunk) -> None:
-        """Raises ValueError unless the tokens of the chunk are image tokens where the request has images."""
+    def _check_tokens(self, key: str, request: SlotRequest, tokens: Tokens) -> None:
+        """Raises ValueError unless the next `tokens` are image tokens where the request has images."""
         for start, rows in request.images:
             begin = start - request.num_tokens
-            if (chunk.tokens[max(begin, 0) : max(begin + len(rows), 0)] != self._config.image_token_id).any():
-                raise ValueError(f"request {chunk.key}: no image tokens where its image at position {start} is")
+            if (tokens[max(begin, 0) : max(begin + len(rows), 0)] != self._config.image_token_id).any():
+                raise ValueError(f"request {key}: no image tokens where its image at position {start} is")
 
     def _loaded(self) -> tuple[Model, StatePool]:
         if self._model is None or self._pool is None:
@@ -190,9 +196,11 @@ class LocalEngine:
         slot = pool.alloc(1)
         model.logits(model.forward(Batch.last_rows([(slot, 0, [self._config.bos_token_id])]), pool))
         pool.free(slot)
+        space = _space(revision(self._folder), self._config, self._compute_dtype, self._device)
+        self._info = dataclasses.replace(self._info, space=space)
         self._model, self._pool = model, pool
 
-    def _prefill(self, requests: list[_Request], chunks: Sequence[Chunk]) -> int:
+    def _prefill(self, requests: list[SlotRequest], chunks: Sequence[Chunk]) -> int:
         model, pool = self._loaded()
         started_ns = time.perf_counter_ns()
         runs = [
@@ -202,14 +210,13 @@ class LocalEngine:
         images = {request.slot: request.images for request in requests if request.images}
         hidden = model.forward(Batch.last_rows(runs, images), pool)
         for request, chunk, row in zip(requests, chunks, hidden, strict=True):
-            request.num_tokens += len(chunk.tokens)
-            request.images = [one for one in request.images if one[0] + len(one[1]) > request.num_tokens]
+            request.advance(request.num_tokens + len(chunk.tokens))
             request.hidden = row.clone()
         if hidden.is_cuda:
             torch.cuda.synchronize()  # until then nothing but the launching has been timed
         return time.perf_counter_ns() - started_ns
 
-    def _decode(self, requests: list[_Request]) -> list[list[int]]:
+    def _decode(self, requests: list[SlotRequest]) -> list[list[int]]:
         """Feed the last token of those that have sampled one, and what is drafted behind it; sample what follows."""
         model, pool = self._loaded()
         fed = [request for request in requests if request.last != NONE]
@@ -242,7 +249,7 @@ class LocalEngine:
             new[request.slot] = tokens
         return [new[request.slot] for request in requests]
 
-    def _draft(self, requests: list[_Request]) -> list[list[int]]:
+    def _draft(self, requests: list[SlotRequest]) -> list[list[int]]:
         """What may follow the last token of each: the whole block of proposals, as far as there is room for it."""
         model, pool = self._loaded()
         room = [max(0, request.num_reserved - request.num_tokens - 1) for request in requests]
@@ -251,40 +258,6 @@ class LocalEngine:
         runs = [(request.slot, request.last) for request in requests]
         tokens = model.drafter.draft(runs, [request.sampling for request in requests], pool).tokens.tolist()
         return [drafted[:most] for drafted, most in zip(tokens, room, strict=True)]
-
-    def _export(self, key: str, request: _Request) -> bytes:
-        _, pool = self._loaded()
-        if request.hidden is not None and not bool(request.hidden.isfinite().all()):
-            raise ValueError(f"request {key}: what was computed of its prompt are no numbers")
-        tensors = {name: tensor.contiguous() for name, tensor in pool.export(request.slot).items()}
-        if request.hidden is not None:
-            tensors["hidden"] = request.hidden.cpu()
-        else:
-            tensors["last"] = torch.tensor(request.last)
-        return seal(self._info.layout, safetensors.torch.save(tensors))
-
-    def _restore(self, request: _Request, state: bytes) -> None:
-        _, pool = self._loaded()
-        try:
-            tensors = safetensors.torch.load(bytes(unseal(self._info.layout, state)))
-        except safetensors.SafetensorError as error:
-            raise StateError(f"state is damaged: {error}") from None
-        hidden, last = tensors.pop("hidden", None), tensors.pop("last", None)
-        if (hidden is None) == (last is None):
-            raise StateError("state must hold either a pending hidden row or a pending token")
-        if hidden is not None and (hidden.shape != (self._config.hidden_size,) or hidden.dtype != torch.float32):
-            raise StateError(f"state's hidden row is {hidden.dtype} {list(hidden.shape)}")
-        if last is not None and not 0 <= int(last) < self._info.vocab_size:
-            raise StateError(f"state's pending token {int(last)} is not in the vocabulary")
-        num_tokens = int(tensors["length"]) if "length" in tensors else 0
-        check_restored(request, num_tokens)
-        try:
-            pool.import_(request.slot, tensors)
-        except ValueError as error:
-            raise StateError(str(error)) from None
-        request.num_tokens = num_tokens
-        request.hidden = None if hidden is None else hidden.to(pool.device)
-        request.last = NONE if last is None else int(last)
 
 
 def _model_name(folder: Path) -> str:
@@ -298,5 +271,13 @@ def _model_name(folder: Path) -> str:
 
 def _layout(config: ModelConfig, compute_dtype: ComputeDtype, drafts: bool, device: str) -> str:
     """Equal for engines whose exported states mean the same: revision of the format, configuration, arithmetic."""
-    digest = hashlib.sha256(repr((config, compute_dtype, drafts, device)).encode()).hexdigest()
-    return f"shoal-{_STATE_REVISION}-{digest[:16]}"
+    return f"shoal-{_STATE_REVISION}-{_digest(config, compute_dtype, drafts, device)}"
+
+
+def _space(weights: str, config: ModelConfig, compute_dtype: ComputeDtype, device: str) -> str:
+    """Equal for engines that make the same blocks and windows of the same tokens. Drafts have no part in those."""
+    return f"blocks-{_BLOCK_REVISION}-{weights}-{_digest(config, compute_dtype, device)}"
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

@@ -1,6 +1,8 @@
-"""The block ids of a paged pool: who holds which, counted; no memory, no tensors."""
+"""The block ids of a paged pool: which are taken; no memory, no tensors."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from kernels.engine import Admission
 
@@ -10,18 +12,14 @@ class PoolFull(RuntimeError):
 
 
 class PagePool:
-    """Blocks 1 to `num_blocks`, each with the number of its holders. Id 0 is never handed out: it means "no block".
-
-    Giving back what is not held, and holding what nobody holds, are ValueErrors: a block must not have two owners who
-    do not know of each other.
-    """
+    """Blocks 1 to `num_blocks`, each free or taken. Id 0 is never handed out: it means "no block"."""
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 1:
             raise ValueError("a pool needs at least one block")
         self.num_blocks = num_blocks
-        self._holders = [0] * (num_blocks + 1)
         self._free = list(range(num_blocks, 0, -1))
+        self._taken: set[int] = set()
 
     @property
     def num_free(self) -> int:
@@ -34,26 +32,16 @@ class PagePool:
         return Admission.OK if num <= len(self._free) else Admission.LATER
 
     def take(self, num: int) -> list[int]:
-        """`num` blocks, each with one holder. Raises PoolFull; then none was taken."""
+        """`num` blocks. Raises PoolFull; then none was taken."""
         if self.admit(num) is not Admission.OK:
             raise PoolFull(f"{num} blocks are wanted, {len(self._free)} of {self.num_blocks} are free")
         taken = [self._free.pop() for _ in range(num)]
-        for block in taken:
-            self._holders[block] = 1
+        self._taken.update(taken)
         return taken
 
-    def share(self, block: int) -> None:
-        """Count one more holder of a block that is held."""
-        self._need(block)
-        self._holders[block] += 1
-
-    def release(self, block: int) -> None:
-        """Count one holder less; the last one's block is free again."""
-        self._need(block)
-        self._holders[block] -= 1
-        if not self._holders[block]:
-            self._free.append(block)
-
-    def _need(self, block: int) -> None:
-        if not 0 < block <= self.num_blocks or not self._holders[block]:
-            raise ValueError(f"block {block} is not held")
+    def give_back(self, blocks: Sequence[int]) -> None:
+        """Raises ValueError, and changes nothing, unless all are taken: a block must not come to have two owners."""
+        if len(set(blocks)) != len(blocks) or not self._taken.issuperset(blocks):
+            raise ValueError(f"not all of the blocks {list(blocks)} are taken")
+        self._taken.difference_update(blocks)
+        self._free += blocks

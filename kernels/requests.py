@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from kernels.engine import Admission, Chunk, EngineInfo, ImageRows, Sampling, StateError
+from kernels.engine import BLOCK_TOKENS, Admission, Chunk, EngineInfo, ImageRows, Prefix, Sampling, StateError
 
 NONE = -1  # no token
 
@@ -104,6 +104,35 @@ class Requests(Generic[R]):
         if request.bounded_prompt:
             raise ValueError(f"request {key} was admitted with a bounded prompt, which is computed from its start")
         return request
+
+    def to_resume(self, key: str, prefix: Prefix, block_bytes: int, window: int) -> R:
+        """As `to_attach`; ValueError, too, when less than a `window` of a bounded prompt is left to compute, or the
+        blocks are not those of the tokens; StateError when one is not of `block_bytes`."""
+        request, num_tokens = self.to_attach(key), len(prefix.tokens)
+        if not num_tokens or num_tokens != BLOCK_TOKENS * len(prefix.payloads):
+            raise ValueError(f"request {key}: a prefix of {num_tokens} tokens has {len(prefix.payloads)} blocks")
+        if request.bounded_prompt - num_tokens < window:
+            raise ValueError(
+                f"request {key}: a prefix of {num_tokens} tokens leaves less than a window of {window}"
+                f" of a bounded prompt of {request.bounded_prompt}"
+            )
+        for number, payload in enumerate(prefix.payloads):
+            if (num_bytes := memoryview(payload).nbytes) != block_bytes:
+                raise StateError(f"block {number} has {num_bytes} bytes, expected {block_bytes}")
+        return request
+
+    def to_read(self, key: str, first: int, num: int) -> R:
+        """Raises KeyError, or ValueError unless these blocks are computed."""
+        request, end = self._requests[key], (first + num) * BLOCK_TOKENS
+        if first < 0 or num < 0 or end > request.num_tokens:
+            raise ValueError(f"request {key}: {request.num_tokens} tokens are computed, blocks {first} + {num} are not")
+        return request
+
+    def to_read_windows(self, key: str, num_tokens: int) -> R:
+        """Raises KeyError, or ValueError unless the first `num_tokens` are whole blocks, one or more, and computed."""
+        if num_tokens < 1 or num_tokens % BLOCK_TOKENS:
+            raise ValueError(f"request {key}: {num_tokens} tokens are no whole blocks")
+        return self.to_read(key, 0, num_tokens // BLOCK_TOKENS)
 
     def _distinct(self, keys: Sequence[str]) -> list[R]:
         requests = [self._requests[key] for key in keys]

@@ -6,15 +6,29 @@ import asyncio
 import struct
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
-from kernels.engine import Admission, Chunk, EngineInfo, ImageRows, Sampling, StateError, Tokens
+from kernels.engine import (
+    BLOCK_TOKENS,
+    Admission,
+    Buffer,
+    Chunk,
+    EngineInfo,
+    ImageRows,
+    Prefix,
+    Sampling,
+    StateError,
+    Tokens,
+)
 from kernels.requests import NONE, Request, Requests, check_restored
 from kernels.seal import seal, unseal
 
 _BODY = struct.Struct("<QQq")  # digest, number of tokens, the sampled token that is not yet fed or -1
+_WINDOWS = struct.Struct("<QQ")  # number of tokens, digest
+_WINDOW = 128
 _MASK = 2**64 - 1
 _GAMMA, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
@@ -30,7 +44,32 @@ class StepCost:
 
 @dataclass(slots=True)
 class _Request(Request):
+    """`digest` of the tokens so far and of the images that begin among them; `ends`: what it was at each block's end.
+
+    `images`: start and digest of those that begin further on. `first`: from there on there would be window rows.
+    """
+
     digest: int = 0
+    ends: list[int] = field(default_factory=list)
+    images: list[tuple[int, int]] = field(default_factory=list)
+    first: int = 0
+
+    def feed(self, tokens: Tokens) -> None:
+        """Count the next tokens, at least one."""
+        cuts = [0, *range(BLOCK_TOKENS - self.num_tokens % BLOCK_TOKENS, len(tokens), BLOCK_TOKENS)]
+        parts = np.add.reduceat(_mixed(self.num_tokens, tokens), cuts).tolist()
+        start = self.num_tokens
+        for part, end in zip(parts, [*cuts[1:], len(tokens)], strict=True):
+            self.digest = (self.digest + part) & _MASK
+            self.pass_to(start + end)
+
+    def pass_to(self, num_tokens: int) -> None:
+        """The tokens before that one are in the digest; it is at most the end of the block."""
+        self.num_tokens = num_tokens
+        while self.images and self.images[0][0] < num_tokens:
+            self.digest = (self.digest + self.images.pop(0)[1]) & _MASK
+        if num_tokens == BLOCK_TOKENS * (len(self.ends) + 1):
+            self.ends.append(self.digest)
 
 
 class TimedEngine:
@@ -38,6 +77,7 @@ class TimedEngine:
 
     The token at a position is a fixed function of all tokens and images before it, of the seed when the temperature is
     not 0, and of nothing else: so lost, repeated or swapped tokens anywhere change what follows, as with a real model.
+    So do blocks and windows that are not those of the prefix; a replay gives the tokens of a cold run.
     Tokens are drawn from `vocabulary`; one in `mean_output` is the end-of-sequence token, none when that is 0.
     A step gives a request 1 to `most_accepted` of them, as one that drafts does; how many is drawn as well.
     """
@@ -69,8 +109,9 @@ class TimedEngine:
 
     def attach(self, key: str, images: Sequence[ImageRows]) -> None:
         request = self._requests.to_attach(key)
-        for image in images:
-            request.digest = (request.digest + _mix((image.start << 32) + zlib.crc32(image.embeddings) + 1)) & _MASK
+        request.images = sorted(
+            (image.start, _mix((image.start << 32) + zlib.crc32(image.embeddings) + 1)) for image in images
+        )
 
     async def prefill(self, chunks: Sequence[Chunk]) -> int:
         requests = self._requests.to_prefill(chunks)
@@ -78,22 +119,56 @@ class TimedEngine:
         spent_ns = self._cost.step_ns + self._cost.prefill_token_ns * num_tokens
         await asyncio.sleep(spent_ns / 1e9)
         for request, chunk in zip(requests, chunks, strict=True):
-            request.digest = (request.digest + _digest(request.num_tokens, chunk.tokens)) & _MASK
-            request.num_tokens += len(chunk.tokens)
+            request.feed(chunk.tokens)
         return spent_ns
+
+    async def resume(self, key: str, prefix: Prefix) -> int:
+        request = self._requests.to_resume(key, prefix, self._info.block_bytes, _WINDOW)
+        end = len(prefix.tokens)
+        start = end - _WINDOW if prefix.windows is None else end
+        expected = _Request(end, request.sampling, images=request.images.copy())
+        expected.feed(prefix.tokens)
+        found = [_value(payload) for payload in prefix.payloads]
+        pairs = list(zip(found, expected.ends, strict=True))
+        if prefix.windows is not None:
+            pairs.append((self._unseal_windows(prefix.windows, end), expected.digest))
+        # What is wrong must not add up to what is right.
+        wrong = sum(_mix((i << 32) + value + 1 & _MASK) for i, (value, want) in enumerate(pairs) if value != want)
+        before = expected.ends[start // BLOCK_TOKENS - 1] if start else 0
+        request.digest, request.ends, request.num_tokens = (before + wrong) & _MASK, found, start
+        request.images = [image for image in request.images if image[0] >= start]
+        request.first = start if prefix.windows is None else start - _WINDOW + 1
+        return start
+
+    async def blocks(self, key: str, first: int, num: int) -> list[bytes]:
+        request = self._requests.to_read(key, first, num)
+        return [self._payload(value) for value in request.ends[first : first + num]]
+
+    async def windows(self, key: str, num_tokens: int) -> bytes | None:
+        request = self._requests.to_read_windows(key, num_tokens)
+        oldest = request.num_tokens // BLOCK_TOKENS * BLOCK_TOKENS - BLOCK_TOKENS
+        if num_tokens < oldest or max(0, num_tokens - _WINDOW + 1) < request.first:
+            return None
+        digest = request.ends[num_tokens // BLOCK_TOKENS - 1]
+        return seal(self._info.space, _WINDOWS.pack(num_tokens, digest))
 
     async def export(self, key: str) -> bytes:
         request = self._requests.to_export(key)
-        return seal(self._info.layout, _BODY.pack(request.digest, request.num_tokens, request.last))
+        body = _BODY.pack(request.digest, request.num_tokens, request.last)
+        return seal(self._info.layout, body + np.array(request.ends, dtype="<u8").tobytes())
 
     async def restore(self, key: str, state: bytes) -> None:
         request = self._requests.to_restore(key)
         body = unseal(self._info.layout, state)
-        if len(body) != _BODY.size:
-            raise StateError(f"state body has {len(body)} bytes, expected {_BODY.size}")
-        digest, num_tokens, last = _BODY.unpack(body)
+        if len(body) < _BODY.size:
+            raise StateError(f"state body has {len(body)} bytes, expected {_BODY.size} and more")
+        digest, num_tokens, last = _BODY.unpack_from(body)
         check_restored(request, num_tokens)
+        if len(body) != _BODY.size + 8 * (num_tokens // BLOCK_TOKENS):
+            raise StateError(f"state body of {num_tokens} tokens has {len(body)} bytes")
         request.digest, request.num_tokens, request.last = digest, num_tokens, last
+        request.ends = np.frombuffer(body[_BODY.size :], dtype="<u8").tolist()
+        request.first = max(0, num_tokens - _WINDOW + 1)
 
     async def decode(self, keys: Sequence[str]) -> list[list[int]]:
         requests = self._requests.to_decode(keys)
@@ -106,6 +181,19 @@ class TimedEngine:
     async def close(self) -> None:
         self._requests = Requests(_Request)
 
+    def _payload(self, value: int) -> bytes:
+        return (value.to_bytes(8, "little") * -(-self._info.block_bytes // 8))[: self._info.block_bytes]
+
+    def _unseal_windows(self, windows: bytes, num_tokens: int) -> int:
+        """The digest in it. Raises StateError when it is not that at the end of `num_tokens`."""
+        body = unseal(self._info.space, windows)
+        if len(body) != _WINDOWS.size:
+            raise StateError(f"windows of {len(body)} bytes, expected {_WINDOWS.size}")
+        found, digest = _WINDOWS.unpack(body)
+        if found != num_tokens:
+            raise StateError(f"windows at the end of {found} tokens, the prefix has {num_tokens}")
+        return int(digest)
+
     def _accepted(self, request: _Request) -> list[int]:
         """The tokens of one step: one behind the prompt, then as many as are foreseen and have room."""
         num = 1
@@ -117,7 +205,7 @@ class TimedEngine:
     def _next(self, request: _Request) -> int:
         if request.last != NONE:
             request.digest = (request.digest + _mix((request.num_tokens << 32) + request.last + 1)) & _MASK
-            request.num_tokens += 1
+            request.pass_to(request.num_tokens + 1)
         draw = request.digest ^ (request.sampling.seed * _GAMMA if request.sampling.temperature else 0)
         draw = _mix((draw + request.num_tokens * _GAMMA) & _MASK)
         if self._mean_output and draw % self._mean_output == 0:
@@ -134,11 +222,17 @@ def _mix(z: int) -> int:
     return z ^ (z >> 31)
 
 
-def _digest(start: int, tokens: Tokens) -> int:
-    """The sum of `_mix(position * 2**32 + token + 1)`: any cut of a prompt adds up to the same."""
+def _mixed(start: int, tokens: Tokens) -> npt.NDArray[np.uint64]:
+    """`_mix(position * 2**32 + token + 1)` of each: any cut of a prompt adds up to the same."""
     position = np.arange(start, start + len(tokens), dtype=np.uint64)
     z = (position << np.uint64(32)) + tokens.astype(np.uint64) + np.uint64(1)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(_MIX1)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(_MIX2)
-    z = z ^ (z >> np.uint64(31))
-    return int(z.sum(dtype=np.uint64))
+    return z ^ (z >> np.uint64(31))
+
+
+def _value(payload: Buffer) -> int:
+    """What `_payload` was made of, or another number for other bytes, wherever they differ."""
+    value, repeated = int.from_bytes(payload[:8], "little"), bytes(payload)
+    whole = (bytes(payload[:8]) * -(-len(repeated) // 8))[: len(repeated)]
+    return value if repeated == whole else _mix(zlib.crc32(repeated) + 1)

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-BLOCK_TOKENS = 128
+from kernels.engine import BLOCK_TOKENS as BLOCK_TOKENS
+
 KEY_BYTES = 16
 _DOMAIN = b"shoal block 1"
 _BLOCK = struct.Struct(f"{4 * BLOCK_TOKENS}s")

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.rules.chain import BLOCK_TOKENS, KEY_BYTES, Span, chain, link, root, tail_digests
-from kernels import kvlayout
 
 ROOT = root("model-1/layout-1")
 DIGESTS = [hashlib.sha256(bytes([number])).digest()[:16] for number in range(4)]
@@ -93,8 +92,3 @@ def test_an_image_beyond_the_last_complete_block_is_none_of_theirs() -> None:
     prompt = tokens(300)
     assert chain(ROOT, prompt, [Span(256, 44, DIGESTS[0])]) == chain(ROOT, prompt)
     assert len(chain(ROOT, prompt, [Span(200, 100, DIGESTS[0])])) == 2
-
-
-def test_a_block_is_the_kernels_block() -> None:
-    """Said twice, as theirs comes with torch."""
-    assert BLOCK_TOKENS == kvlayout.BLOCK_TOKENS

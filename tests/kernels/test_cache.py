@@ -61,19 +61,17 @@ def test_nothing_moves_too(mini: Model) -> None:
 
 
 def test_a_used_slot_imports_nothing(mini: Model) -> None:
-    """A block of it may be held: it would change under its holder."""
     pool = StatePool(mini.config, 2, 256)
     slot, other = pool.alloc(), pool.alloc()
     run(mini, pool, slot, range(130))
-    block = pool.hold(slot, 0)
-    before = pool.kv.payloads([block])
+    before = pool.kv.payloads(slot, 0, 1)
     run(mini, pool, other, range(50, 150))
     state = pool.export(other)
     with pytest.raises(ValueError, match="holds 130 tokens"):
         pool.import_(slot, state)
     with pytest.raises(ValueError, match="holds 130 tokens"):
         pool.import_prefix(slot, state)
-    assert torch.equal(pool.kv.payloads([block]), before)
+    assert torch.equal(pool.kv.payloads(slot, 0, 1), before)
 
 
 def test_import_refuses_what_does_not_fit_and_leaves_the_slot_alone(mini: Model, pool: StatePool) -> None:
@@ -213,32 +211,19 @@ def test_scattered_blocks_hold_what_consecutive_ones_hold(mini: Model) -> None:
         assert torch.equal(array, state[name]), name
 
 
-def test_a_held_block_outlives_its_request(mini: Model) -> None:
+def test_payloads_are_what_export_gives_and_import_takes(mini: Model) -> None:
     tokens = [(5 * number) % 250 for number in range(300)]
     pool = StatePool(mini.config, 2, 512, num_blocks=6)
     slot = pool.alloc(300)
     run(mini, pool, slot, tokens[:256])
-    blocks = [pool.hold(slot, number) for number in (0, 1)]
-    with pytest.raises(ValueError, match="block 2 is not complete"):
-        pool.hold(slot, 2)
-    with pytest.raises(ValueError, match="can go back to 256"):
-        pool.truncate(slot, 255)
-    state = pool.export(slot)
+    state, payloads = pool.export(slot), pool.kv.payloads(slot, 0, 2)
+    assert torch.equal(pool.kv.payloads(slot, 1, 1), payloads[1:])
     pool.free(slot)
-    assert pool.kv.num_free == 4
+    parts = pool.kv.layout.split(payloads)
+    assert all(torch.equal(part, state[name]) for name, part in parts.items())
     other = pool.alloc(512)
     run(mini, pool, other, tokens[::-1])
     pool.free(other)
-    payloads = pool.kv.payloads(blocks)
-    layout = pool.kv.layout
-    assert payloads.shape == (2, layout.block_bytes)
-    parts = layout.split(payloads)
-    assert all(torch.equal(part, state[name]) for name, part in parts.items())
-    for block in blocks:
-        pool.kv.release(block)
-        with pytest.raises(ValueError, match="not held"):
-            pool.kv.release(block)
-    assert pool.kv.num_free == 6
     slot = pool.alloc(300)
     pool.import_prefix(slot, {"tokens": state["tokens"], **parts})
     assert pool.length(slot) == 256 - mini.config.sliding_window

@@ -1,4 +1,4 @@
-"""Blocks of a whole pool: requests of any size come and go, writers hold blocks of theirs for as long as they like."""
+"""Blocks of a whole pool: requests of any size come and go."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kernels.cache import StatePool
 from kernels.config import ModelConfig
-from kernels.engine import Admission
-from kernels.kvlayout import BLOCK_TOKENS
+from kernels.engine import BLOCK_TOKENS, Admission
 from kernels.pages import PoolFull
 from tests.kernels.conftest import GOLDEN
 
@@ -22,7 +21,6 @@ class Requests(RuleBasedStateMachine):
         super().__init__()
         self.pool = StatePool(ModelConfig.from_folder(GOLDEN / "mini"), SLOTS, LONGEST, 5, num_blocks=BLOCKS)
         self.slots: dict[int, int] = {}  # and their room in tokens
-        self.held: list[int] = []
 
     @rule(num_tokens=st.integers(1, LONGEST + 200))
     def alloc(self, num_tokens: int) -> None:
@@ -48,24 +46,6 @@ class Requests(RuleBasedStateMachine):
             self.pool.free(slot)
             del self.slots[slot]
 
-    @rule(data=st.data())
-    def compute_and_hold(self, data: st.DataObject) -> None:
-        if not self.slots:
-            return
-        slot = data.draw(st.sampled_from(sorted(self.slots)))
-        self.pool.advance(slot, data.draw(st.integers(0, self.slots[slot] - self.pool.length(slot))))
-        number = data.draw(st.integers(0, 5))
-        if (number + 1) * BLOCK_TOKENS <= self.pool.length(slot):
-            self.held.append(self.pool.hold(slot, number))
-        else:
-            with pytest.raises(ValueError, match="not complete"):
-                self.pool.hold(slot, number)
-
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
-        if self.held:
-            self.pool.kv.release(self.held.pop(data.draw(st.integers(0, len(self.held) - 1))))
-
     @invariant()
     def no_block_has_two_requests_and_none_is_lost(self) -> None:
         own = []
@@ -75,13 +55,11 @@ class Requests(RuleBasedStateMachine):
             assert not any(table[num:])
             own += table[:num]
         assert 0 not in own and len(set(own)) == len(own)
-        assert self.pool.kv.num_free == BLOCKS - len({*own, *self.held})
+        assert self.pool.kv.num_free == BLOCKS - len(own)
 
     def teardown(self) -> None:
         for slot in self.slots:
             self.pool.free(slot)
-        for block in self.held:
-            self.pool.kv.release(block)
         assert self.pool.kv.num_free == BLOCKS and self.pool.num_free == SLOTS
         assert not self.pool.kv.tables.any()
 

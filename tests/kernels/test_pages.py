@@ -9,14 +9,13 @@ from kernels.pages import PagePool, PoolFull
 NUM = 7
 
 
-class Holders(RuleBasedStateMachine):
-    """Requests take blocks, writers share some, both give back in any order."""
+class Owners(RuleBasedStateMachine):
+    """Requests take blocks and give them back in any order."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pool = PagePool(NUM)
         self.requests: list[list[int]] = []
-        self.shared: list[int] = []
 
     @rule(num=st.integers(0, NUM + 2))
     def take(self, num: int) -> None:
@@ -32,48 +31,31 @@ class Holders(RuleBasedStateMachine):
         assert self.pool.num_free == free  # all or nothing
 
     @rule(data=st.data())
-    def share(self, data: st.DataObject) -> None:
-        block = data.draw(st.integers(-1, NUM + 1))
-        if block in self.held():
-            self.pool.share(block)
-            self.shared.append(block)
-        else:
-            with pytest.raises(ValueError, match="not held"):
-                self.pool.share(block)
-
-    @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
         if self.requests:
-            for block in self.requests.pop(data.draw(st.integers(0, len(self.requests) - 1))):
-                self.pool.release(block)
+            self.pool.give_back(self.requests.pop(data.draw(st.integers(0, len(self.requests) - 1))))
 
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
-        block = data.draw(st.integers(-1, NUM + 1))
-        if block in self.shared:
-            self.shared.remove(block)
-            self.pool.release(block)
-        elif block not in self.held():
-            with pytest.raises(ValueError, match="not held"):
-                self.pool.release(block)
+    @rule(blocks=st.lists(st.integers(-1, NUM + 1), max_size=3))
+    def give_back_what_is_not_taken(self, blocks: list[int]) -> None:
+        taken = [block for request in self.requests for block in request]
+        if len(set(blocks)) != len(blocks) or not set(blocks) <= set(taken):
+            with pytest.raises(ValueError, match="not all of the blocks"):
+                self.pool.give_back(blocks)
 
     @invariant()
     def every_block_is_free_or_owned_once(self) -> None:
         taken = [block for request in self.requests for block in request]
         assert len(set(taken)) == len(taken) and 0 not in taken
-        assert self.pool.num_free == NUM - len(self.held())
+        assert self.pool.num_free == NUM - len(taken)
 
     def teardown(self) -> None:
-        for block in [block for request in self.requests for block in request] + self.shared:
-            self.pool.release(block)
+        for request in self.requests:
+            self.pool.give_back(request)
         assert self.pool.num_free == NUM and self.pool.admit(NUM) is Admission.OK
 
-    def held(self) -> set[int]:
-        return {block for request in self.requests for block in request} | set(self.shared)
 
-
-TestHolders = Holders.TestCase
-TestHolders.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestOwners = Owners.TestCase
+TestOwners.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
 def test_a_pool_without_blocks_is_refused() -> None:
