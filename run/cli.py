@@ -20,6 +20,7 @@ app.command("run.checkpoint:app", name="checkpoint", help="Make the bundled tiny
 bench.command("run.bench.bus:bench_bus", name="bus", help="What the bus costs, beside raw nats-py.")
 bench.command("run.bench.engine:bench_engine", name="engine", help="Tokens per second of the engine, and their cost.")
 bench.command("run.bench.frontend:bench_frontend", name="frontend", help="Events per second through the front end.")
+bench.command("run.bench.kv:bench_kv", name="kv", help="What cached blocks cost, beside the disk and the hash alone.")
 
 
 @app.command
