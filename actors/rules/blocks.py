@@ -5,14 +5,18 @@ Open addressing, linear probing; whole arrays of keys at a time, so that a chain
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
 Keys = npt.NDArray[np.uint64]  # [n, 2]
 Values = npt.NDArray[np.uint64]  # [n]
+Flags = npt.NDArray[np.bool_]  # [n]
 
 _MOST_FULL = 0.6
 _SMALLEST = 1024
+_AT_ONCE = 1 << 18  # entries: what is copied of them at a time is a few megabytes
 _EMPTY, _LIVE, _GONE = np.uint8(0), np.uint8(1), np.uint8(2)
 
 
@@ -53,13 +57,25 @@ class BlockTable:
         _, first = np.unique(keys[fresh], axis=0, return_index=True)
         self._insert(keys[fresh[first]], values[fresh[first]])
 
-    def remove(self, keys: Keys) -> int:
-        """Forget `keys`, as far as they are here; how many were."""
+    def remove(self, keys: Keys, values: Values) -> Flags:
+        """Forget `keys`, where they are here with these values: for each whether it was."""
         at = self._places(keys)
-        at = np.unique(at[at >= 0])
-        self._states[at] = _GONE
-        self._num_live -= len(at)
-        return len(at)
+        there = at >= 0
+        there[there] = self._values[at[there]] == values[there]
+        gone = np.unique(at[there])
+        self._states[gone] = _GONE
+        self._num_live -= len(gone)
+        return there
+
+    def remove_where(self, is_gone: Callable[[Keys, Values], Flags]) -> int:
+        """Forget all that `is_gone` says, which is asked of so many at a time; how many those were."""
+        before = self._num_live
+        for start in range(0, len(self._states), _AT_ONCE):
+            live = start + np.flatnonzero(self._states[start : start + _AT_ONCE] == _LIVE)
+            gone = live[is_gone(self._keys[live], self._values[live])]
+            self._states[gone] = _GONE
+            self._num_live -= len(gone)
+        return before - self._num_live
 
     def items(self) -> tuple[Keys, Values]:
         """All keys and values, in no order."""

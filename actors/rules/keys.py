@@ -27,7 +27,8 @@ def owners(wanted: Keys, members: Sequence[str]) -> npt.NDArray[np.int64]:
     order = sorted(range(len(members)), key=lambda number: members[number])
     seeds = [int.from_bytes(hashlib.blake2b(members[n].encode(), digest_size=8).digest(), "little") for n in order]
     weights = np.stack([_mix(wanted[:, 1] ^ np.uint64(seed)) for seed in seeds])
-    return np.array(order)[weights.argmax(0)]
+    chosen: npt.NDArray[np.int64] = np.array(order)[weights.argmax(0)]
+    return chosen
 
 
 def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

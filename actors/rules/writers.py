@@ -88,7 +88,7 @@ class Writers:
             self._slabs[slab] = id
 
     def settle(self, id: str, slabs: Iterable[int]) -> list[int]:
-        """These are all slabs that this writer has. The numbers of them, and of those it had: all it may be known by."""
+        """These are all slabs that this writer has. The numbers of them, and of those it had before."""
         known = [slab for slab, owner in self._slabs.items() if owner == id]
         for slab in known:
             del self._slabs[slab]

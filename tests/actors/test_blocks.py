@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -30,10 +32,19 @@ class TableMachine(RuleBasedStateMachine):
         self.table.put(UNIVERSE[numbers], np.array(values, dtype=np.uint64))
         self.model.update(zip(numbers, values, strict=True))
 
-    @rule(numbers=NUMBERS)
-    def remove(self, numbers: list[int]) -> None:
-        known = self.model.keys() & set(numbers)
-        assert self.table.remove(UNIVERSE[numbers]) == len(known)
+    @rule(numbers=NUMBERS, is_other=st.sampled_from([0, 0, 1]))
+    def remove(self, numbers: list[int], is_other: int) -> None:
+        """An entry that has another value by now stays."""
+        values = [self.model.get(number, 0) + (is_other and number % 2) for number in numbers]
+        gone = self.table.remove(UNIVERSE[numbers], np.array(values, dtype=np.uint64)).tolist()
+        assert gone == [self.model.get(number) == value for number, value in zip(numbers, values, strict=True)]
+        for number in itertools.compress(numbers, gone):
+            self.model.pop(number, None)
+
+    @rule(modulus=st.integers(2, 5))
+    def remove_where(self, modulus: int) -> None:
+        known = {number for number, value in self.model.items() if value % modulus == 0}
+        assert self.table.remove_where(lambda _, values: values % np.uint64(modulus) == 0) == len(known)
         for number in known:
             del self.model[number]
 
@@ -42,7 +53,7 @@ class TableMachine(RuleBasedStateMachine):
         """Entries that come and go leave no room taken for good."""
         for _ in range(8):
             self.put(list(range(20, 100)))
-            self.remove(list(range(20, 100)))
+            self.remove(list(range(20, 100)), 0)
         assert self.table.size_bytes <= 2048 * 25
 
     @invariant()
