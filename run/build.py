@@ -5,9 +5,11 @@ from __future__ import annotations
 from bus.actor import Actor
 from bus.bulk import Bulk
 from bus.bus import Bus
+from bus.files import Files, PosixFiles
 from kernels.engine import Engine
 from run.cluster import Member, ProcessSpec, without_vision
 from run.settings import Settings, SettingsError
+from run.store import need_folder
 from schemas.message import Role
 
 MAX_STEP_TOKENS = 512
@@ -52,11 +54,24 @@ def build(member: Member, bus: Bus, bulk: Bulk, spec: ProcessSpec, settings: Set
         case Role.PREFILL:
             from actors.prefill.actor import Prefill
 
-            return Prefill(member.id, bus, bulk, _engine(spec, settings))
+            return Prefill(member.id, bus, bulk, _engine(spec, settings), _files(settings))
         case Role.DECODE:
             from actors.decode.actor import Decode
 
             return Decode(member.id, bus, bulk, _engine(spec, settings))
+        case Role.METADATA:
+            from actors.metadata.actor import Metadata
+
+            return Metadata(member.id, bus, bulk)
+        case Role.KVSTORE:
+            from actors.kvstore.actor import KVStore
+
+            return KVStore(member.id, bus, bulk, _files(settings), settings.store_bytes)
+        case Role.WRITER:
+            from actors.writer.actor import Writer
+
+            need_folder(settings.store)
+            return Writer(member.id, bus, bulk, _files(settings), settings.slab_bytes)
         case _:
             raise SettingsError(f"{member}: not a part of this version")
 
@@ -82,3 +97,9 @@ def _engine(spec: ProcessSpec, settings: Settings) -> Engine:
         max_step_tokens=MAX_STEP_TOKENS,
         num_threads=spec.num_threads,
     )
+
+
+def _files(settings: Settings) -> Files:
+    """The store's folder, for one actor, which closes it. All who name it must see the same one: on more than one
+    machine, a folder that they share."""
+    return PosixFiles(settings.store)
