@@ -14,6 +14,7 @@ from typing import Any
 from actors.balancers.actor import DecodeBalancer, PrefillBalancer
 from actors.decode.actor import Decode
 from actors.entrypoint.actor import Entrypoint
+from actors.metadata.actor import Metadata
 from actors.prefill.actor import Prefill
 from actors.recipe.actor import Recipe
 from actors.recipe.card import ModelCard
@@ -21,6 +22,7 @@ from bus.actor import Actor
 from bus.bulk import MemoryBulk, MemoryHub
 from bus.bus import Bus, Delivery, Seams
 from bus.memory import MemoryBroker, MemoryWire
+from bus.memory_files import MemoryFiles, MemoryFolder
 from kernels.engine import EngineInfo
 from kernels.timed import StepCost, TimedEngine
 
@@ -55,6 +57,8 @@ class World:
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self.wires: dict[str, MemoryWire] = {}
         self.bulks: dict[str, MemoryBulk] = {}
+        self.files: dict[str, MemoryFiles] = {}
+        self.folder = MemoryFolder()
         self._hub = MemoryHub()
 
     async def bus(self, name: str) -> Bus:
@@ -72,6 +76,11 @@ class World:
         await bulk.start()
         return bulk
 
+    def open_files(self, name: str) -> MemoryFiles:
+        """The folder of slabs, which all share, for one actor."""
+        files = self.files[name] = MemoryFiles(self.folder)
+        return files
+
     async def add(self, actor: Actor) -> None:
         """Start an actor and wait until it is ready. Raises what ended it, if that came first."""
         name = f"{actor.role}/{actor.id}"
@@ -84,7 +93,8 @@ class World:
 
     async def add_prefill(self, id: str, engine: TimedEngine) -> None:
         name = f"prefill/{id}"
-        await self.add(Prefill(id, await self.bus(name), await self.bulk(name), engine))
+        files = self.open_files(name)
+        await self.add(Prefill(id, await self.bus(name), await self.bulk(name), engine, files))
 
     async def add_decode(self, id: str, engine: TimedEngine) -> None:
         name = f"decode/{id}"
@@ -98,15 +108,35 @@ class World:
         name = f"entrypoint/{id}"
         await self.add(Entrypoint(id, await self.bus(name), await self.bulk(name)))
 
+    async def add_metadata(self, id: str) -> None:
+        name = f"metadata/{id}"
+        await self.add(Metadata(id, await self.bus(name), await self.bulk(name)))
+
+    async def add_kvstore(self, id: str, budget_bytes: int) -> None:
+        from actors.kvstore.actor import KVStore
+
+        name = f"kvstore/{id}"
+        files = self.open_files(name)
+        await self.add(KVStore(id, await self.bus(name), await self.bulk(name), files, budget_bytes))
+
+    async def add_writer(self, id: str, slab_bytes: int) -> None:
+        from actors.writer.actor import Writer
+
+        name = f"writer/{id}"
+        files = self.open_files(name)
+        await self.add(Writer(id, await self.bus(name), await self.bulk(name), files, slab_bytes))
+
     async def add_recipe(self, id: str, card: ModelCard) -> None:
         name = f"recipe/{id}"
         await self.add(Recipe(id, await self.bus(name), await self.bulk(name), card))
 
     def kill(self, name: str) -> None:
-        """End an actor without a word: it loses its wire and bulk first, so that its clean-up cannot speak."""
+        """End an actor without a word: it loses its wire, bulk and files first, so that its clean-up cannot speak."""
         self.wires[name].cut()
         if name in self.bulks:
             self.bulks[name].cut()
+        if name in self.files:
+            self.files[name].cut()
         self.tasks[name].cancel()
 
     async def stop(self) -> None:
