@@ -22,6 +22,7 @@ from rich.table import Table
 from bus.actor import Actor
 from bus.bulk import Bulk
 from bus.bus import Bus
+from bus.memory_files import MemoryFiles
 from bus.server import EmbeddedServer, ServerConfig
 from kernels.engine import EngineInfo
 from kernels.timed import TimedEngine
@@ -118,7 +119,7 @@ def build_timed(member: Member, bus: Bus, bulk: Bulk, spec: ProcessSpec, setting
     if member.role is Role.PREFILL:
         from actors.prefill.actor import Prefill
 
-        return Prefill(member.id, bus, bulk, free_engine(settings.model))
+        return Prefill(member.id, bus, bulk, free_engine(settings.model), MemoryFiles())
     if member.role is Role.DECODE:
         from actors.decode.actor import Decode
 
