@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from bus.actor import Actor
 from bus.bus import Bus, Delivery, OnFate
-from bus.subjects import API_PREFIX, api, is_inbox
+from bus.subjects import API_PREFIX, api, is_inbox, read_api
 from schemas import api as schema
 from schemas.failure import Code, Failure
 
@@ -77,8 +77,8 @@ class PublicActor(Actor):
         self._public: list[Callable[[], Any]] = []
         self._sluice = Sluice()
 
-    def on_client(self, protocol: schema.Protocol, delivery: Delivery) -> None:
-        """A client's message. Only enqueue it, with `is_ask=False`."""
+    def on_client(self, protocol: schema.Protocol, tenant: str, delivery: Delivery) -> None:
+        """A client's message, by the tenant whose subject it is. Only enqueue it, with `is_ask=False`."""
         raise NotImplementedError
 
     def refuse_client(self, protocol: schema.Protocol, delivery: Delivery, failure: Failure) -> None:
@@ -86,10 +86,11 @@ class PublicActor(Actor):
         raise NotImplementedError
 
     async def listen_to_clients(self) -> None:
-        """Subscribe to every public subject; the actors of a role share what comes."""
+        """Subscribe to every public subject, and those of all tenants; the actors of a role share what comes."""
         for protocol in schema.Protocol:
-            on_delivery = functools.partial(self._on_client, protocol)
-            self._public.append(await self.bus.wire.subscribe(api(protocol), on_delivery, queue=self.role))
+            for subject in (api(protocol), api(protocol, "*")):
+                on_delivery = functools.partial(self._on_client, protocol)
+                self._public.append(await self.bus.wire.subscribe(subject, on_delivery, queue=self.role))
         self._unsubscribes.extend(self._public)
 
     async def drain(self) -> None:
@@ -105,18 +106,20 @@ class PublicActor(Actor):
 
     def _on_client(self, protocol: schema.Protocol, delivery: Delivery) -> None:
         admission = self._sluice.admit(asyncio.get_running_loop().time())
-        # A broker checks where clients publish, not where they let us answer: only an inbox is a place for that.
-        if admission is Admission.DROP or not is_inbox(delivery.reply):
+        tenant, _ = read_api(delivery.subject)
+        # A broker checks where clients publish, not where they let us answer: only an inbox is a place for that, and
+        # a tenant's only for that tenant.
+        if admission is Admission.DROP or not is_inbox(delivery.reply, tenant):
             return
         if admission is Admission.TAKE:
-            self.on_client(protocol, delivery)
+            self.on_client(protocol, tenant or schema.PUBLIC, delivery)
         else:
             self.refuse_client(protocol, delivery, Failure(code=Code.OVERLOADED, message="too many requests a second"))
             self.wake()
 
     def _refuse(self, delivery: Delivery, failure: Failure) -> None:
         if delivery.subject.startswith(API_PREFIX):
-            self.refuse_client(schema.Protocol(delivery.subject.removeprefix(API_PREFIX)), delivery, failure)
+            self.refuse_client(read_api(delivery.subject)[1], delivery, failure)
             self.wake()
         else:
             super()._refuse(delivery, failure)

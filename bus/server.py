@@ -12,14 +12,14 @@ import socket
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from bus.bus import fail
-from bus.subjects import API_PREFIX, MAX_PUBLIC_BYTES
+from bus.subjects import MAX_PUBLIC_BYTES, api, tenant_inbox
 from schemas.failure import Code
 
 DEFAULT_PORT = 4222
@@ -31,19 +31,24 @@ _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
 class User(msgspec.Struct, frozen=True):
-    """A name and password the server knows. `inbox_prefix` is all a client user may listen under."""
+    """A name and password the server knows. `inbox_prefix` is all a client user may listen under.
+
+    `tenant` is empty for a client of everyone's subjects.
+    """
 
     user: str
     password: str
     inbox_prefix: str = ""
+    tenant: str = ""
 
 
 @dataclass(frozen=True)
 class ServerConfig:
     """Where the server listens and whom it lets in. `path` is the configuration file, readable by its owner only.
 
-    One account: internal users may do everything; a client user publishes `shoal.api.>` and `$SRV.>`, and listens only
-    under its own inbox prefix, which no other client knows. (It may publish there too: how a wire flushes.)
+    One account: internal users may do everything; a client user publishes `shoal.api.*` (the protocols) and `$SRV.>`,
+    and listens only under its own inbox prefix, which no other client knows. (It may publish there too: how a wire
+    flushes.) A tenant's user publishes `shoal.api.<tenant>.*` instead, and listens under `_INBOX.tenant.<tenant>`.
     """
 
     path: Path
@@ -52,12 +57,22 @@ class ServerConfig:
     name: str
     internal: User
     clients: tuple[User, ...]
+    tenants: tuple[User, ...] = ()
 
     @classmethod
     def write(
-        cls, folder: Path, *, host: str = "127.0.0.1", port: int = DEFAULT_PORT, num_clients: int = 1
+        cls,
+        folder: Path,
+        *,
+        host: str = "127.0.0.1",
+        port: int = DEFAULT_PORT,
+        num_clients: int = 1,
+        tenants: Mapping[str, str] | None = None,
     ) -> ServerConfig:
-        """Write `folder/nats.conf` with fresh passwords. Takes another free port if `port` is not free; 0 is any."""
+        """Write `folder/nats.conf` with fresh passwords. Takes another free port if `port` is not free; 0 is any.
+
+        `tenants` are names with their passwords: one user each.
+        """
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         config = cls(
             path=folder / "nats.conf",
@@ -70,6 +85,7 @@ class ServerConfig:
                 User(f"client-{i}", secrets.token_hex(16), f"_INBOX.{secrets.token_hex(12)}")
                 for i in range(1, num_clients + 1)
             ),
+            tenants=tuple(User(name, word, tenant_inbox(name), name) for name, word in (tenants or {}).items()),
         )
         config.path.unlink(missing_ok=True)
         with os.fdopen(os.open(config.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -83,12 +99,7 @@ class ServerConfig:
     def text(self) -> str:
         """The configuration file."""
         users = [f'    {{user: "{self.internal.user}", password: "{self.internal.password}"}}']
-        users += [
-            f'    {{user: "{client.user}", password: "{client.password}", permissions: {{\n'
-            f'      publish: {{allow: ["{API_PREFIX}>", "$SRV.>", "{client.inbox_prefix}.>"]}}, '
-            f'subscribe: {{allow: ["{client.inbox_prefix}.>"]}}}}}}'
-            for client in self.clients
-        ]
+        users += [_client(user) for user in (*self.clients, *self.tenants)]
         return "\n".join(
             [
                 f'server_name: "{self.name}"',
@@ -105,6 +116,16 @@ class ServerConfig:
                 "",
             ]
         )
+
+
+def _client(user: User) -> str:
+    """A client user's line. `*` is one word of a subject: `shoal.api.*` has no tenant in it."""
+    publish = [api("*", user.tenant), *([] if user.tenant else ["$SRV.>"]), f"{user.inbox_prefix}.>"]
+    allowed = ", ".join(f'"{subject}"' for subject in publish)
+    return (
+        f'    {{user: "{user.user}", password: "{user.password}", permissions: {{\n'
+        f'      publish: {{allow: [{allowed}]}}, subscribe: {{allow: ["{user.inbox_prefix}.>"]}}}}}}'
+    )
 
 
 def command(config: ServerConfig) -> list[str]:

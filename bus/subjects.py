@@ -2,7 +2,8 @@
 
 An internal subject is `shoal.<role>.<destination>.<verb>`. The destination is an actor's id, `any` (one of the role,
 by queue group) or `all` (every one of the role). Events use the pseudo-role `event` and the publisher's role as
-destination. Public subjects are `shoal.api.<protocol>`; they carry protocol JSON, not Structs.
+destination. Public subjects are `shoal.api.<protocol>`, and `shoal.api.<tenant>.<protocol>` for a tenant with a user of
+its own; they carry protocol JSON, not Structs.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ MAKE_ROOM: Subject[MakeRoom, RoomMade] = Subject(Role.KVSTORE, "room", MakeRoom,
 
 # Quota
 ADMIT: Subject[AdmitCall, Admitted] = Subject(Role.QUOTA, "admit", AdmitCall, Admitted)
-USED: Subject[TokensUsed, None] = Subject(Role.QUOTA, "used", TokensUsed)
+USED: Subject[TokensUsed, Taken] = Subject(Role.QUOTA, "used", TokensUsed, Taken)
 
 # Events: published at `.at(<role of the publisher>)`
 LOAD: Subject[LoadReported, None] = Subject("event", "load", LoadReported)
@@ -157,6 +158,9 @@ API_PREFIX = "shoal.api."
 INBOX_PREFIX = "_INBOX."
 """Where every client listens for answers; the rest of its inbox's name is its own secret."""
 
+TENANT_INBOX_PREFIX = "_INBOX.tenant."
+"""Where the users of tenants listen, each under its name."""
+
 INTERNAL_INBOX = "_SHOAL"
 """Where we listen ourselves. Clients see the names there, as replies of our messages; they may not publish to them, and
 `is_inbox` keeps us from doing it for them."""
@@ -165,14 +169,32 @@ MAX_REPLY_BYTES = 256
 """A client's reply subject; what we publish to it must stay within one line of the broker's protocol."""
 
 
-def is_inbox(reply: str) -> bool:
-    """Whether a stranger who asks may be answered there: it chooses the subject, and we may publish anywhere."""
-    return reply.startswith(INBOX_PREFIX) and len(reply.encode()) <= MAX_REPLY_BYTES
+def tenant_inbox(tenant: str) -> str:
+    """All that a tenant's user may listen under. The name is no secret, so nobody else is answered there."""
+    return f"{TENANT_INBOX_PREFIX}{tenant}"
 
 
-def api(protocol: Protocol) -> str:
-    """The public subject of a protocol."""
-    return API_PREFIX + protocol.value
+def is_inbox(reply: str, tenant: str = "") -> bool:
+    """Whether a stranger who asks may be answered there: it chooses the subject, and we may publish anywhere.
+
+    `tenant` is the one whose subject it asked on; empty for those that are everyone's.
+    """
+    if len(reply.encode()) > MAX_REPLY_BYTES:
+        return False
+    if tenant:
+        return reply.startswith(f"{tenant_inbox(tenant)}.")
+    return reply.startswith(INBOX_PREFIX) and not reply.startswith(TENANT_INBOX_PREFIX)
+
+
+def api(protocol: str, tenant: str = "") -> str:
+    """The public subject of a protocol; for a tenant, the one that only its user may publish on."""
+    return f"{API_PREFIX}{tenant}.{protocol}" if tenant else API_PREFIX + protocol
+
+
+def read_api(subject: str) -> tuple[str, Protocol]:
+    """What `api` was given: the tenant, empty for everyone's subject, and the protocol. Raises ValueError."""
+    tenant, _, protocol = subject.removeprefix(API_PREFIX).rpartition(".")
+    return tenant, Protocol(protocol)
 
 
 SUBJECTS: tuple[Subject[Any, Any], ...] = (

@@ -23,17 +23,21 @@ def build(member: Member, bus: Bus, bulk: Bulk, spec: ProcessSpec, settings: Set
             from actors.gateway.actor import Gateway
             from actors.gateway.keys import Keys
 
-            keys = Keys.parse(settings.api_keys)
+            keys = Keys.parse(settings.api_keys, settings.tenants())
             return Gateway(member.id, bus, bulk, port=settings.http_port, host=settings.host, keys=keys)
         case Role.RECIPE:
             from actors.recipe.actor import Recipe
             from actors.recipe.card import ModelCard
 
-            return Recipe(member.id, bus, bulk, ModelCard.from_folder(settings.model))
+            return Recipe(member.id, bus, bulk, ModelCard.from_folder(settings.model), settings.tenants())
         case Role.ENTRYPOINT:
             from actors.entrypoint.actor import Entrypoint
 
             return Entrypoint(member.id, bus, bulk)
+        case Role.QUOTA:
+            from actors.quota.actor import Quota
+
+            return Quota(member.id, bus, settings.tenants())
         case Role.PREFILL_BALANCER:
             from actors.balancers.actor import PrefillBalancer
 

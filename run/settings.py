@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from actors.rules.tenants import Tenants, TenantsError
+
 DEFAULT_HTTP_PORT = 8000
 DEFAULT_MODEL = Path(__file__).parent / "models" / "shoal-tiny"
 LOOPBACK = "127.0.0.1"
@@ -24,8 +26,8 @@ class SettingsError(ValueError):
 
 @dataclass(frozen=True)
 class Settings:
-    """SHOAL_HTTP_PORT (0: any free one), SHOAL_HOST, SHOAL_API_KEYS, SHOAL_NATS_URL, SHOAL_HOME, SHOAL_MODEL,
-    SHOAL_STORE, SHOAL_STORE_MB.
+    """SHOAL_HTTP_PORT (0: any free one), SHOAL_HOST, SHOAL_API_KEYS, SHOAL_TENANTS, SHOAL_NATS_URL, SHOAL_HOME,
+    SHOAL_MODEL, SHOAL_STORE, SHOAL_STORE_MB.
 
     `host` is where this process listens; without keys that is loopback unless SHOAL_HOST says otherwise, as it must
     inside a container. `nats_url` is empty when there is no broker yet. `model` is an existing folder.
@@ -40,6 +42,14 @@ class Settings:
     model: Path
     store: Path
     store_bytes: int
+    tenants_path: Path | None = None
+
+    def tenants(self) -> Tenants:
+        """What the tenants file says now; no tenants without one. Raises SettingsError."""
+        try:
+            return Tenants.from_file(self.tenants_path) if self.tenants_path else Tenants()
+        except TenantsError as error:
+            raise SettingsError(f"SHOAL_TENANTS: {error}") from None
 
     @property
     def slab_bytes(self) -> int:
@@ -59,6 +69,7 @@ class Settings:
             model=_model(environment.get("SHOAL_MODEL", "")),
             store=Path(environment.get("SHOAL_STORE", "") or home / "store").absolute(),
             store_bytes=_store_bytes(environment.get("SHOAL_STORE_MB", "")),
+            tenants_path=Path(tenants).absolute() if (tenants := environment.get("SHOAL_TENANTS", "")) else None,
         )
 
 

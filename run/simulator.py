@@ -18,6 +18,7 @@ from actors.metadata.actor import Metadata
 from actors.prefill.actor import Prefill
 from actors.recipe.actor import Recipe
 from actors.recipe.card import ModelCard
+from actors.rules.tenants import Tenants
 from bus.actor import Actor
 from bus.bulk import MemoryBulk, MemoryHub
 from bus.bus import Bus, Delivery, Seams
@@ -128,7 +129,7 @@ class World:
 
     async def add_recipe(self, id: str, card: ModelCard) -> None:
         name = f"recipe/{id}"
-        await self.add(Recipe(id, await self.bus(name), await self.bulk(name), card))
+        await self.add(Recipe(id, await self.bus(name), await self.bulk(name), card, Tenants()))
 
     def kill(self, name: str) -> None:
         """End an actor without a word: it loses its wire, bulk and files first, so that its clean-up cannot speak."""

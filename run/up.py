@@ -34,6 +34,7 @@ from run.node import MISTAKE
 from run.settings import LOOPBACK, MB, Settings, SettingsError
 from run.store import Store, stores
 from run.watch import Watch
+from schemas.message import Role
 from supervisors.processes import Backoff, Process, Program
 from supervisors.strategy import GaveUp, Intensity
 from supervisors.tasks import Child, Run, Supervisor
@@ -62,7 +63,8 @@ class Stack:
         self._ready_file = ready_file
         self._processes: dict[str, Process] = {}
         self._http = f"http://{LOOPBACK}:{settings.http_port}"
-        self._broker = None if settings.nats_url else ServerConfig.write(home.folder / "nats")
+        users = {tenant.name: tenant.nats_password for tenant in settings.tenants() if tenant.nats_password}
+        self._broker = None if settings.nats_url else ServerConfig.write(home.folder / "nats", tenants=users)
         self._nats_url = settings.nats_url if self._broker is None else self._broker.url(self._broker.internal)
         self._nats_place = f"nats://{self._nats_url.removeprefix('nats://').rpartition('@')[2]}"
         self._watch = Watch(self._nats_url, self._kill)
@@ -165,8 +167,9 @@ class Stack:
 
     def _get(self, path: str) -> bytes:
         """GET from our gateway. Raises ConnectionError with what it said if that is not 200."""
-        key = self._settings.api_keys.partition(",")[0].partition("=")[0].strip()
-        request = urllib.request.Request(self._http + path, headers={"authorization": f"Bearer {key}"} if key else {})
+        keys = Keys.parse(self._settings.api_keys, self._settings.tenants()).tenants
+        headers = {"x-api-key": keys[0][0].decode()} if keys else {}
+        request = urllib.request.Request(self._http + path, headers=headers)
         try:
             with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S) as response:
                 body: bytes = response.read()
@@ -252,6 +255,7 @@ def up(specs: tuple[ProcessSpec, ...], settings: Settings, console: Console, rea
     if ready_file is not None:
         _clear(ready_file, home)
     _check(settings)
+    _check_tenants(settings, specs, console)
     specs = serving(specs, settings)
     try:
         home.acquire()
@@ -290,11 +294,22 @@ def _check(settings: Settings) -> None:
         shards = read_shards(settings.model)
         refuse(audit(ModelConfig.from_folder(settings.model), shards))
         shards.need_files()
-        Keys.parse(settings.api_keys)
+        Keys.parse(settings.api_keys, settings.tenants())
     except (CardError, ConfigError, CheckpointError) as error:
         raise SettingsError(f"SHOAL_MODEL: {error}") from None
     except KeysError as error:
         raise SettingsError(str(error)) from None
+
+
+def _check_tenants(settings: Settings, specs: tuple[ProcessSpec, ...], console: Console) -> None:
+    """Limits need someone who keeps them, secrets a file of their own. Raises SettingsError."""
+    path = settings.tenants_path
+    limited = [tenant.name for tenant in settings.tenants() if tenant.is_limited]
+    if limited and all(member.role is not Role.QUOTA for spec in specs for member in spec.members):
+        where = f"SHOAL_TENANTS: {path}: tenants.{limited[0]}"
+        raise SettingsError(f"{where} has limits, but no process of the cluster file has a quota actor; add quota/q0")
+    if path is not None and path.stat().st_mode & 0o077:
+        console.print(f"[yellow]SHOAL_TENANTS: others may read {escape(str(path))}; chmod 600 it[/]", soft_wrap=True)
 
 
 def _claim_port(port: int) -> int:

@@ -9,8 +9,12 @@ from schemas.failure import Failure
 from schemas.message import Message
 
 
+PUBLIC = "public"
+"""The tenant of everyone who is not known as another's."""
+
+
 class Protocol(StrEnum):
-    """The public protocols; also the last token of their subject `shoal.api.<protocol>`."""
+    """The public protocols; also the last token of their subjects, `shoal.api.<protocol>`."""
 
     CHAT_COMPLETIONS = "chat_completions"
     RESPONSES = "responses"
@@ -31,7 +35,7 @@ class Call(Message, frozen=True):
     gateway: str
     protocol: Protocol
     body: Payload
-    tenant: str = "public"
+    tenant: str = PUBLIC
     request_id: str = ""
     deadline_ns: int = 0
 

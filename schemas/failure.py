@@ -44,7 +44,7 @@ FAILURES: dict[Code, Row] = {
     Code.BAD_REQUEST: Row(400, False, "correct the request; the message names the field"),
     Code.UNSUPPORTED: Row(400, False, "remove the field or content named in the message; this model cannot honour it"),
     Code.CONTEXT_LENGTH: Row(400, False, "shorten the prompt or lower max_tokens; the message gives both numbers"),
-    Code.UNAUTHORIZED: Row(401, False, "send a key listed in SHOAL_API_KEYS as Bearer token or x-api-key"),
+    Code.UNAUTHORIZED: Row(401, False, "send a key of SHOAL_API_KEYS or SHOAL_TENANTS as Bearer token or x-api-key"),
     Code.MODEL_NOT_FOUND: Row(404, False, "use a model listed by /v1/models"),
     Code.NOT_FOUND: Row(404, False, "check the path, or the id: the request may have ended already"),
     Code.DUPLICATE_REQUEST: Row(409, False, "choose another request id; a request with this one is still running"),

@@ -8,7 +8,7 @@ from schemas.message import Message
 class AdmitCall(Message, frozen=True):
     """Recipe → the quota actor that owns the tenant: may it have this request, with a prompt of so many tokens?
 
-    A refusal is `rate_limited`, with `retry_after_s`.
+    A refusal is `rate_limited`, with `retry_after_s`: then it may, if nothing else comes between.
     """
 
     tenant: str
@@ -21,7 +21,7 @@ class Admitted(Message, frozen=True):
 
 
 class TokensUsed(Message, frozen=True):
-    """Recipe → the same: an admitted request has ended, after `num_output_tokens`."""
+    """Recipe → the same: an admitted request has ended, after `num_output_tokens`. Counted once, however often told."""
 
     tenant: str
     request_id: str

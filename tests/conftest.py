@@ -15,6 +15,9 @@ from bus.server import EmbeddedServer, ServerConfig
 # Engines would compute on a GPU where there is one: the suite is the same everywhere. For GPUs: run.bench.gpu_check.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
+TENANTS = {"acme": "acme-word", "beta": "beta-word"}
+"""Names and passwords of the tenants at the NATS server of the tests."""
+
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
@@ -31,8 +34,8 @@ def run_async(request: pytest.FixtureRequest) -> Iterator[Run]:
 
 @pytest.fixture(scope="session")
 def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerConfig]:
-    """A NATS server for the whole run, with two client users."""
-    config = ServerConfig.write(tmp_path_factory.mktemp("nats"), port=0, num_clients=2)
+    """A NATS server for the whole run, with two client users, and those of two tenants."""
+    config = ServerConfig.write(tmp_path_factory.mktemp("nats"), port=0, num_clients=2, tenants=TENANTS)
     server = EmbeddedServer(config)
     asyncio.run(server.start())
     yield config

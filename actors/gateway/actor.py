@@ -32,12 +32,13 @@ from actors.gateway.http import (
 from actors.gateway.intake import Intake, IntakeFull, Upload
 from actors.gateway.keys import Keys
 from actors.rules.errors import error_event
+from actors.rules.tenants import new_id
 from bus.actor import Actor, Envelope, Handler
 from bus.bulk import Bulk
 from bus.bus import Bus, BusError, fail
 from bus.stream import InStream, StreamReader
 from bus.subjects import CALL, EXITED, MAX_PUBLIC_BYTES, PROBE, RECIPE_CANCEL, STREAM, Address, Subject
-from schemas.api import Answer, Call, Called, Probe, Protocol, StreamBatch
+from schemas.api import PUBLIC, Answer, Call, Called, Probe, Protocol, StreamBatch
 from schemas.failure import Code
 from schemas.liveness import ProcessExited
 from schemas.message import Role
@@ -123,7 +124,8 @@ class Gateway(Actor):
 
     async def _serve_http(self, scope: Message, receive: Receive, send: Send) -> None:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        request_id = f"{self.bus.seams.random.getrandbits(128):032x}"
+        tenant = self._keys.tenant(headers)
+        request_id = new_id(tenant or PUBLIC, self.bus.seams.random.getrandbits(128))
         request = Request(scope["method"], scope["path"], headers, request_id)
         if request.path == HEALTH_PATH and request.method == "GET":
             await send_reply(send, request.reply(*health(self.is_draining)))
@@ -133,7 +135,7 @@ class Gateway(Actor):
             "gateway", context=_propagator.extract(headers), kind=SpanKind.SERVER, attributes=attributes
         ) as span:
             try:
-                reply = await self._route(request, receive, send)
+                reply = await self._route(request, tenant, receive, send)
             except BusError as error:
                 reply = request.refusal(error.failure)
             if reply is not None:
@@ -141,9 +143,8 @@ class Gateway(Actor):
             span.set_attribute("url.path", request.path if request.path in POSTS else MODELS_PATH)
             span.set_attribute("http.response.status_code", reply.status if reply else 200)
 
-    async def _route(self, request: Request, receive: Receive, send: Send) -> Reply | None:
-        """The reply; None if it was streamed. Raises BusError."""
-        tenant = self._keys.tenant(request.headers)
+    async def _route(self, request: Request, tenant: str | None, receive: Receive, send: Send) -> Reply | None:
+        """The reply; None if it was streamed. `tenant` is None for a stranger. Raises BusError."""
         if tenant is None:
             raise fail(Code.UNAUTHORIZED, "unknown or missing API key; send it as Bearer token or x-api-key")
         if self.is_draining:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -90,7 +91,7 @@ class Request:
             # Both SDKs follow this rather than guess from the status.
             headers.append((b"x-should-retry", b"true" if _RETRYABLE.get(http_status) else b"false"))
         if retry_after_s:
-            headers.append((b"retry-after", b"%d" % max(1, round(retry_after_s))))
+            headers.append((b"retry-after", b"%d" % math.ceil(retry_after_s)))
         return headers
 
 

@@ -6,7 +6,8 @@ import hmac
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-PUBLIC = "public"
+from actors.rules.tenants import Tenants
+from schemas.api import PUBLIC
 
 
 class KeysError(ValueError):
@@ -20,20 +21,24 @@ class Keys:
     tenants: tuple[tuple[bytes, str], ...] = ()
 
     @classmethod
-    def parse(cls, text: str) -> Keys:
-        """Read `key` or `key=tenant`, comma separated; a key without a tenant is the tenant `public`.
+    def parse(cls, text: str, tenants: Tenants) -> Keys:
+        """Read `key` or `key=tenant`, comma separated; a key without a tenant is the tenant `public`. With those of
+        `tenants`.
 
-        Raises KeysError on an empty key or tenant, and on keys that no header can carry alike from every client.
+        Raises KeysError on an empty key or tenant, on keys that no header can carry alike from every client, and on
+        one that is another tenant's already.
         """
-        tenants = []
+        known = {key.encode(): tenant.name for tenant in tenants for key in tenant.keys}
         for number, part in enumerate((part.strip() for part in text.split(",") if part.strip()), 1):
             key, separator, tenant = part.partition("=")
             if not key.strip() or (separator and not tenant.strip()):
                 raise KeysError(f"SHOAL_API_KEYS: entry {number} is not `key` or `key=tenant`")
             if not key.isascii():
                 raise KeysError(f"SHOAL_API_KEYS: entry {number}: a key must be ASCII, as HTTP headers are")
-            tenants.append((key.strip().encode(), tenant.strip() or PUBLIC))
-        return cls(tuple(tenants))
+            name = tenant.strip() or PUBLIC
+            if (owner := known.setdefault(key.strip().encode(), name)) != name:
+                raise KeysError(f"SHOAL_API_KEYS: entry {number}: this key of tenant {name} is also {owner}'s")
+        return cls(tuple(known.items()))
 
     def __bool__(self) -> bool:
         return bool(self.tenants)

@@ -18,24 +18,27 @@ from actors.recipe.fields import Refusal
 from actors.recipe.front import cancel_body, client_of, read_call, read_cancel
 from actors.recipe.intake import Intake
 from actors.recipe.requests import OpenRequest, OpenRequests, Outcome, refused, resends, resent, shard_of
-from actors.recipe.shards import MAX_STRIKES, Shards
+from actors.recipe.shards import Shards
 from actors.recipe.windows import Windows
 from actors.rules.errors import error_body
+from actors.rules.tenants import Tenants, new_id
 from bus import subjects
 from bus.actor import Envelope, Handler
 from bus.bulk import Bulk
 from bus.bus import Bus, BusError, Delivery, fail
+from bus.entrypoints import cancel_at, place
 from bus.images import AnyVision
-from bus.insist import insist
+from bus.limits import AnyQuota
 from bus.metrics import record_request
 from bus.public import PublicActor
-from bus.subjects import CANCEL, EXITED, LOAD, RESEND, STREAM, SUBMIT, Address, Subject
+from bus.subjects import CANCEL, EXITED, LOAD, RESEND, STREAM, Address, Subject
 from bus.writer import StreamWriter
 from schemas.api import Answer, Call, Probe, Probed, Protocol
 from schemas.failure import Code, Failure
 from schemas.liveness import ProcessExited
 from schemas.message import Role
-from schemas.request import Cancel, CancelAcknowledged, CancelReason, Resend, Submit, Taken, TokensEmitted
+from schemas.quota import AdmitCall
+from schemas.request import Cancel, CancelAcknowledged, CancelReason, Resend, Taken, TokensEmitted
 from schemas.routing import LoadReported, ReportLoad
 from schemas.vision import ImageResolved
 
@@ -44,26 +47,31 @@ INLINE_BODY_BYTES = 8 * 1024
 
 ASK_TIMEOUT_S = 5.0
 WATCH_S = 1.0
+STOP_S = 0.5
 
+_OWNERS = (Role.ENTRYPOINT, Role.QUOTA)
 _AT_ONCE = (Protocol.MODELS, Protocol.COUNT_TOKENS, Protocol.CANCEL)
 """What is answered without generation."""
 
 
 class Recipe(PublicActor):
-    """Serves one model card to gateways (`CALL`) and to NATS clients (`shoal.api.>`)."""
+    """Serves one model card to gateways (`CALL`) and NATS clients (`shoal.api.>`), to each tenant within its limits."""
 
     role = Role.RECIPE
 
-    def __init__(self, id: str, bus: Bus, bulk: Bulk, card: ModelCard) -> None:
+    def __init__(self, id: str, bus: Bus, bulk: Bulk, card: ModelCard, tenants: Tenants) -> None:
         super().__init__(id, bus)
         self._bulk = bulk
         self._card = card
+        self._tenants = tenants
         self._converter: Converter  # from on_start on
         self._open = OpenRequests()
         self._intake = Intake()
         self._writer = StreamWriter(bus, bulk, Windows(), self.wake, lambda to: self._lose_gateway(to.split(".")[2]))
         self._shards = Shards()
         self._vision = AnyVision(bus, bulk)
+        self._quotas = Shards()
+        self._quota = AnyQuota(bus, lambda tenant, tried: self._quotas.owner(tenant, tried, self.now_s()))
 
     def handlers(self) -> Mapping[Subject[Any, Any], Handler]:
         return {
@@ -74,11 +82,12 @@ class Recipe(PublicActor):
         }
 
     def events(self) -> Mapping[Address[Any, Any], Handler]:
-        return {LOAD.at(Role.ENTRYPOINT): self._on_load, EXITED.all(): self._on_exited}
+        return {**{LOAD.at(role): self._on_load for role in _OWNERS}, EXITED.all(): self._on_exited}
 
     async def on_start(self) -> None:
         self._converter = await self.bus.seams.run_beside(functools.partial(load_converter, self._card))
-        await self.bus.tell(subjects.report_load(Role.ENTRYPOINT).all(), ReportLoad())
+        for role in _OWNERS:
+            await self.bus.tell(subjects.report_load(role).all(), ReportLoad())
         await self.listen_to_clients()
         self.spawn(self._watch())
 
@@ -88,6 +97,8 @@ class Recipe(PublicActor):
             if request.shard:
                 await self.bus.tell(CANCEL.at(request.shard), Cancel(request_id=request.id))
         await self.flush()
+        if self._tasks:
+            await asyncio.wait(list(self._tasks), timeout=STOP_S)  # the word to quota actors of what was used
 
     def load(self) -> LoadReported:
         return structs.replace(super().load(), num_running=len(self._open))
@@ -160,6 +171,7 @@ class Recipe(PublicActor):
                     prepared = self._converter.finish(draft, images, self.bus.seams.random.getrandbits(63))
                     del draft  # with the files of its images
                 request.begin(self._converter, prepared, self.bus.seams.clock_ns() // 10**9)
+                await self._admit(request, call, prepared)
                 await self._submit(request, call, prepared)
             await envelope.answer(request.called(self.id, prepared.ignored))
         except (Refusal, BusError) as error:
@@ -176,42 +188,33 @@ class Recipe(PublicActor):
         if images:
             self.spawn(self._vision.release([(image.vision, image.pixels) for image in images]))
 
+    async def _admit(self, request: OpenRequest, call: Call, prepared: Prepared) -> None:
+        """Wait for the word that the tenant may have it, if it has limits. Raises BusError."""
+        if self._tenants.get(call.tenant).is_limited:
+            wanted = AdmitCall(tenant=call.tenant, request_id=request.id, num_prompt_tokens=prepared.num_prompt_tokens)
+            await self._quota.admit(wanted, lambda: request.is_cancelled)
+
     async def _submit(self, request: OpenRequest, call: Call, prepared: Prepared) -> None:
         """Have a shard take the request. Raises BusError; then nothing of it is left on offer."""
         prompt = await self._bulk.wrap(prepared.prompt)
         try:
-            request.shard = await self._place(request, prepared.submit(call, self.id, prompt))
+            submit = prepared.submit(call, self.id, prompt, self._tenants.cache(call.tenant))
+            request.shard = await place(
+                self.bus,
+                submit,
+                lambda tried: self._shards.owner(request.id, tried, self.now_s()),
+                lambda: request.is_cancelled,
+            )
         except BusError:
             if prompt.handle is not None:
                 self._bulk.withdraw(prompt.handle)
             raise
         if request.is_cancelled:
-            self.spawn(self._cancel_at(request.shard, request.id, CancelReason.CLIENT))
+            self.spawn(cancel_at(self.bus, request.shard, request.id, CancelReason.CLIENT))
 
-    async def _place(self, request: OpenRequest, submit: Submit) -> str:
-        """The shard that took it: the one its id belongs to, asked again when silent, or the next one if that is gone.
-
-        Raises BusError.
-        """
-        tried: set[str] = set()
-        num_silences = 0
-        while not request.is_cancelled:
-            shard = self._shards.owner(request.id, tried, self.now_s())
-            address = SUBMIT.at(shard) if shard else SUBMIT.any()  # none has reported itself yet
-            try:
-                return (await self.bus.ask(address, submit, timeout_s=ASK_TIMEOUT_S)).shard
-            except BusError as error:
-                if shard and error.code in (Code.NO_RESPONDERS, Code.SHUTTING_DOWN):
-                    tried.add(shard)
-                elif not shard or error.code is not Code.DEADLINE_EXCEEDED:
-                    raise
-                elif (num_silences := num_silences + 1) == MAX_STRIKES:
-                    raise fail(Code.WORKER_LOST, "the entrypoint that the request belongs to is silent") from None
-        raise fail(Code.CANCELLED, "the request was cancelled")
-
-    def on_client(self, protocol: Protocol, delivery: Delivery) -> None:
-        fresh_id = f"{self.bus.seams.random.getrandbits(128):032x}"
-        call, trace_headers = read_call(protocol, delivery, fresh_id)
+    def on_client(self, protocol: Protocol, tenant: str, delivery: Delivery) -> None:
+        fresh_id = new_id(tenant, self.bus.seams.random.getrandbits(128))
+        call, trace_headers = read_call(protocol, tenant, delivery, fresh_id)
         self.enqueue(self._on_public, call, delivery._replace(headers=trace_headers), is_ask=False)
 
     def refuse_client(self, protocol: Protocol, delivery: Delivery, failure: Failure) -> None:
@@ -229,13 +232,13 @@ class Recipe(PublicActor):
         return InboxDoor(reply_to, self.outbox, on_fate, self.bus.wire.max_payload)
 
     async def _cancel_public(self, call: Call, client: str) -> bytes:
-        """Cancel by any id a client may know, wherever the request is."""
+        """Cancel by any id a client may know, wherever the request is; another tenant's is as good as unknown."""
         try:
-            id, candidates = read_cancel(call.body.inline, client)
+            id, candidates = read_cancel(call.body.inline, call.tenant, client)
         except Refusal as refusal:
             return error_body(call.protocol, refusal.failure, call.request_id)
         was_here, elsewhere = self._open.cancel(candidates, self._shards.alive(self.now_s()))
-        told = [self._cancel_at(shard, request_id, CancelReason.CLIENT) for shard, request_id in elsewhere]
+        told = [cancel_at(self.bus, shard, request_id, CancelReason.CLIENT) for shard, request_id in elsewhere]
         return cancel_body(id, any([was_here, *await asyncio.gather(*told)]))
 
     async def _on_tokens(self, emitted: TokensEmitted, envelope: Envelope) -> Taken:
@@ -255,7 +258,7 @@ class Recipe(PublicActor):
             except BusError:  # too much is held for pulling: this request gives way, the others go on
                 self.spawn(self._abandon(request, CancelReason.CLIENT_GONE))
         for request_id in unknown:
-            self.spawn(self._cancel_at(shard_of(emitted), request_id, CancelReason.CLIENT_GONE))
+            self.spawn(cancel_at(self.bus, shard_of(emitted), request_id, CancelReason.CLIENT_GONE))
 
     def _over(self, request: OpenRequest, outcome: Outcome) -> None:
         """The terminal event: the last items go out, and the request is forgotten."""
@@ -264,13 +267,15 @@ class Recipe(PublicActor):
         request.door.put(outcome.items, is_last=True, status=outcome.status)
         self._close(request, outcome)
         if outcome.must_cancel is not None:
-            self.spawn(self._cancel_at(request.shard, request.id, outcome.must_cancel))
+            self.spawn(cancel_at(self.bus, request.shard, request.id, outcome.must_cancel))
 
     def _close(self, request: OpenRequest, outcome: Outcome) -> None:
         """Nothing more will come of it."""
         self._open.remove(request)
         if usage := request.close(outcome, self.now_s()):
             record_request(**usage)
+        if self._quota.is_asked(request.id):
+            self.spawn(self._quota.end(request.id, usage["num_output"] if usage else 0))
 
     async def _on_cancel(self, cancel: Cancel, envelope: Envelope) -> CancelAcknowledged | None:
         request = self._open.get(cancel.request_id)
@@ -284,15 +289,9 @@ class Recipe(PublicActor):
         request.is_cancelled = True
         if request.shard:
             self._close(request, request.fail(Failure(code=Code.CANCELLED, message=reason)))
-            await self._cancel_at(request.shard, request.id, reason)
+            await cancel_at(self.bus, request.shard, request.id, reason)
         if envelope is not None:
             await envelope.answer(CancelAcknowledged(request_id=request.id, was_running=True))
-
-    async def _cancel_at(self, shard: str, request_id: str, reason: CancelReason) -> bool:
-        """Tell the shard until it acknowledges, or is gone. True if the request was running there."""
-        cancel = Cancel(request_id=request_id, reason=reason)
-        answer = await insist(self.bus, CANCEL.at(shard), cancel, timeout_s=ASK_TIMEOUT_S, tries=MAX_STRIKES)
-        return answer is not None and answer.was_running
 
     def _lose_gateway(self, gateway: str) -> None:
         """Nobody is there: its clients are gone with it."""
@@ -309,7 +308,9 @@ class Recipe(PublicActor):
         return Probed(next_seqs=[self._writer.repair(address, stream_id, from_seq) for stream_id, from_seq in asked])
 
     async def _on_load(self, report: LoadReported, envelope: Envelope) -> None:
-        if self._shards.saw(report, self.now_s()):
+        if report.role == Role.QUOTA:
+            self._quotas.saw(report, self.now_s())
+        elif self._shards.saw(report, self.now_s()):
             # It may have restarted: asked, it says so of each request that it does not know.
             self._ask_after(self._open.of_shard(report.id))
 

@@ -59,7 +59,7 @@ class Prepared:
     echo: Any = None
     namespaces: Any = None
 
-    def submit(self, call: Call, recipe: str, prompt: Payload) -> Submit:
+    def submit(self, call: Call, recipe: str, prompt: Payload, cache: str) -> Submit:
         """The message that gives the request to an entrypoint shard."""
         return Submit(
             request_id=call.request_id,
@@ -71,6 +71,7 @@ class Prepared:
             limits=Limits(max_tokens=self.max_tokens, deadline_ns=call.deadline_ns),
             images=self.images,
             exact=self.exact,
+            cache=cache,
         )
 
     def attributes(self) -> dict[str, str | int | float | bool]:

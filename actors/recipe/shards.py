@@ -1,4 +1,7 @@
-"""The entrypoint shards, as a recipe sees them: who is here, who owns a request, who has stopped answering."""
+"""The entrypoint shards, as a recipe sees them: who is here, who owns a request, who has stopped answering.
+
+The quota actors likewise, who own tenants.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +38,10 @@ class Shards:
         """Those heard of lately."""
         return self._members.alive(now_s)
 
-    def owner(self, request_id: str, tried: Collection[str], now_s: float) -> str:
-        """Whose a request is, of those not tried yet; empty if there is nobody."""
+    def owner(self, key: str, tried: Collection[str], now_s: float) -> str:
+        """Whose a request (or tenant) is, of those not tried yet; empty if there is nobody."""
         shards = [shard for shard in self.alive(now_s) if shard not in tried]
-        return choose(request_id, shards) if shards else ""
+        return choose(key, shards) if shards else ""
 
     def answered(self, shard: str) -> None:
         """It has answered a question."""

@@ -8,6 +8,9 @@ from schemas.api import Protocol
 from schemas.failure import FAILURES, Code, Failure
 
 _OPENAI_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 499: "cancelled"}
+_OPENAI_CODES = {Code.RATE_LIMITED: "rate_limit_exceeded"}
+"""Where OpenAI has a word of its own."""
+
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -49,7 +52,7 @@ def _openai(failure: Failure, request_id: str) -> dict[str, str | None]:
         "message": _sentence(failure, request_id),
         "type": kind,
         "param": failure.field or None,
-        "code": failure.code.value,
+        "code": _OPENAI_CODES.get(failure.code, failure.code.value),
     }
 
 

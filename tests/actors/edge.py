@@ -12,14 +12,16 @@ from typing import Any
 
 from actors.gateway.actor import Gateway
 from actors.gateway.keys import Keys
+from actors.quota.actor import Quota
 from actors.recipe.actor import Recipe
 from actors.recipe.card import ModelCard
 from actors.recipe.converter import Converter
+from actors.rules.tenants import Tenants
 from bus.actor import Actor, Envelope, Handler
 from bus.bulk import MemoryBulk, MemoryHub
 from bus.bus import Bus, BusError, Delivery
 from bus.memory import MemoryBroker, MemoryWire
-from bus.subjects import CANCEL, INBOX_PREFIX, RECIPE_TOKENS, RESEND, SUBMIT, Subject, api
+from bus.subjects import CANCEL, INBOX_PREFIX, RECIPE_TOKENS, RESEND, SUBMIT, Subject, api, tenant_inbox
 from run.tokenizer import train
 from schemas.api import Protocol
 from schemas.failure import Code, Failure
@@ -177,9 +179,9 @@ class Edge:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.gateway.port}"
 
-    async def client(self) -> Inbox:
-        """A NATS client of its own."""
-        return await Inbox.open(self.broker)
+    async def client(self, tenant: str = "") -> Inbox:
+        """A NATS client of its own; with a tenant, that one's user."""
+        return await Inbox.open(self.broker, tenant)
 
     async def kill(self, name: str) -> None:
         """End an actor without a word."""
@@ -191,14 +193,16 @@ class Edge:
 class Inbox:
     """A NATS client: publishes with its inbox as reply, and reads what comes."""
 
-    def __init__(self, wire: MemoryWire) -> None:
+    def __init__(self, wire: MemoryWire, tenant: str) -> None:
         self.wire = wire
-        self.name = f"{INBOX_PREFIX}{wire.inbox.rpartition('.')[2]}.r1"
+        own = wire.inbox.rpartition(".")[2]
+        self.tenant = tenant
+        self.name = f"{tenant_inbox(tenant)}.{own}" if tenant else f"{INBOX_PREFIX}{own}.r1"
         self.messages: asyncio.Queue[bytes] = asyncio.Queue()
 
     @classmethod
-    async def open(cls, broker: MemoryBroker) -> Inbox:
-        inbox = cls(MemoryWire(broker))
+    async def open(cls, broker: MemoryBroker, tenant: str = "") -> Inbox:
+        inbox = cls(MemoryWire(broker), tenant)
         await inbox.wire.subscribe(inbox.name, inbox.on_delivery)
         return inbox
 
@@ -207,7 +211,7 @@ class Inbox:
 
     async def send(self, protocol: Protocol, body: Any, headers: dict[str, str] | None = None) -> None:
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-        await self.wire.publish(api(protocol), raw, reply=self.name, headers=headers)
+        await self.wire.publish(api(protocol, self.tenant), raw, reply=self.name, headers=headers)
 
     async def next(self) -> bytes:
         async with asyncio.timeout(TIMEOUT_S):
@@ -224,12 +228,18 @@ class Inbox:
 
 @asynccontextmanager
 async def edge(
-    card: ModelCard, *, keys: str = "", text: str = "Hello there!", broker: MemoryBroker | None = None
+    card: ModelCard,
+    *,
+    keys: str = "",
+    tenants: str = "",
+    text: str = "Hello there!",
+    broker: MemoryBroker | None = None,
 ) -> AsyncIterator[Edge]:
-    """Everything started; everything stopped at the end, and no crash left unnoticed."""
+    """Everything started; everything stopped at the end, and no crash left unnoticed. `tenants` is the file's text."""
     broker, hub = broker or MemoryBroker(), MemoryHub()
+    known = Tenants.parse(tenants, "tenants.toml")
     buses, bulks = [], []
-    for _ in range(3):
+    for _ in range(4):
         bus, bulk = Bus(MemoryWire(broker)), MemoryBulk(hub)
         await bus.open()
         await bulk.start()
@@ -237,11 +247,12 @@ async def edge(
         bulks.append(bulk)
     answer = Converter(card).tokenizer.encode(text)
     entrypoint = FakeEntrypoint("e0", buses[0], answer)
-    recipe = Recipe("rc0", buses[1], bulks[1], card)
-    gateway = Gateway("g0", buses[2], bulks[2], port=0, keys=Keys.parse(keys))
+    recipe = Recipe("rc0", buses[1], bulks[1], card, known)
+    gateway = Gateway("g0", buses[2], bulks[2], port=0, keys=Keys.parse(keys, known))
+    quota = Quota("q0", buses[3], known)
     system = Edge(broker, hub, card, entrypoint, recipe, gateway)
     try:
-        for name, actor, bus in zip("erg", (entrypoint, recipe, gateway), buses, strict=True):
+        for name, actor, bus in zip("ergq", (entrypoint, recipe, gateway, quota), buses, strict=True):
             assert isinstance(bus.wire, MemoryWire)
             system.wires[name] = bus.wire
             ready = asyncio.Event()

@@ -15,6 +15,7 @@ from actors.gateway import exchange
 from actors.gateway.actor import MAX_BODY_BYTES
 from actors.gateway.keys import Keys, KeysError
 from actors.recipe.card import ModelCard
+from actors.rules.tenants import Tenants
 from bus.bus import Delivery
 from bus.memory import MemoryWire
 from bus.subjects import EXITED
@@ -115,13 +116,13 @@ def test_keys(run_async: Run, card: ModelCard) -> None:
 
 
 def test_key_lists() -> None:
-    assert not Keys.parse("") and not Keys.parse(" , ")
-    assert Keys.parse("").tenant({}) == "public"
-    assert Keys.parse("a=x,b").tenants == ((b"a", "x"), (b"b", "public"))
-    assert Keys.parse("a=Jürgen").tenants == ((b"a", "Jürgen"),)
+    assert not Keys.parse("", Tenants()) and not Keys.parse(" , ", Tenants())
+    assert Keys.parse("", Tenants()).tenant({}) == "public"
+    assert Keys.parse("a=x,b", Tenants()).tenants == ((b"a", "x"), (b"b", "public"))
+    assert Keys.parse("a=Jürgen", Tenants()).tenants == ((b"a", "Jürgen"),)
     for bad in ("=x", "a=", "a,=b", "schlüssel", "a,ключ=b"):
         with pytest.raises(KeysError):
-            Keys.parse(bad)
+            Keys.parse(bad, Tenants())
 
 
 # Leaving

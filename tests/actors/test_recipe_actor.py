@@ -14,6 +14,7 @@ from actors.recipe import intake
 from actors.recipe.actor import Recipe
 from actors.recipe.card import ModelCard
 from actors.recipe.front import client_of, derived_id
+from actors.rules.tenants import Tenants
 from bus import bulk
 from bus.actor import Actor
 from bus.bulk import MemoryBulk, MemoryHub
@@ -40,7 +41,7 @@ class TestRecipeConformance(ActorConformance):
         self.card = card
 
     def make(self, bus: Bus) -> Actor:
-        return Recipe("rc0", bus, MemoryBulk(MemoryHub()), self.card)
+        return Recipe("rc0", bus, MemoryBulk(MemoryHub()), self.card, Tenants())
 
 
 # NATS clients
@@ -118,7 +119,7 @@ def test_cancel(run_async: Run, card: ModelCard, by: str) -> None:
                 await other.wire.subscribe(other.name, other.on_delivery)
             await client.send(CHAT, STREAM, {"X-Request-Id": "mine"})
             [id] = await submitted(system.entrypoint)
-            assert id == derived_id(client_of(client.name), "mine")
+            assert id == derived_id("public", client_of(client.name), "mine")
             name = {"label": "mine", "response id": f"chatcmpl-{id}", "request id": id}[by]
             await other.send(Protocol.CANCEL, {"id": name})
             assert await other.all() == [{"id": name, "object": "cancel", "cancelled": True}]

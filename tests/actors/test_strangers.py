@@ -12,6 +12,7 @@ import pytest
 
 from actors.recipe.actor import Recipe
 from actors.recipe.card import ModelCard
+from actors.rules.tenants import Tenants
 from bus.broker import NatsWire
 from bus.bulk import MemoryBulk, MemoryHub
 from bus.bus import Bus, Delivery
@@ -33,7 +34,7 @@ async def recipe_on(server: ServerConfig, card: ModelCard) -> AsyncIterator[Bus]
     bus = Bus(await NatsWire.connect(server.url(server.internal), name="front"))
     await bus.open()
     is_ready = asyncio.Event()
-    task = asyncio.create_task(Recipe("rc0", bus, MemoryBulk(MemoryHub()), card).run(is_ready.set))
+    task = asyncio.create_task(Recipe("rc0", bus, MemoryBulk(MemoryHub()), card, Tenants()).run(is_ready.set))
     await is_ready.wait()
     try:
         yield bus

@@ -14,7 +14,7 @@ from nats.aio.client import Client
 from bus.broker import NatsWire
 from bus.bus import Bus, BusError, Delivery
 from bus.server import ServerConfig, User
-from bus.subjects import ping
+from bus.subjects import Address, ping
 from schemas.failure import Code
 from schemas.liveness import Ping
 from tests.conftest import Run
@@ -130,7 +130,7 @@ def test_a_client_user_can_use_our_wire_within_its_prefix(run_async: Run, nats_s
         bus = Bus(wire)
         await bus.open()
         with pytest.raises(BusError) as caught:
-            await bus.ask(ping("api").any(), Ping(), timeout_s=10)
+            await bus.ask(Address(ping("api"), "shoal.api.nothing"), Ping(), timeout_s=10)
         assert caught.value.code == Code.NO_RESPONDERS
         await bus.close()
 

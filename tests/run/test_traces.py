@@ -15,7 +15,6 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from actors.gateway.actor import Gateway
-from actors.gateway.keys import Keys
 from actors.recipe.card import ModelCard
 from kernels.timed import StepCost
 from run.settings import DEFAULT_MODEL
@@ -57,7 +56,7 @@ async def one_request(stream: bool) -> httpx.Response:
     await world.add_decode("d0", engine_for(card, 2048, StepCost()))
     await world.add_entrypoint("e0")
     await world.add_recipe("r0", card)
-    gateway = Gateway("g0", await world.bus("gateway/g0"), await world.bulk("gateway/g0"), port=0, keys=Keys.parse(""))
+    gateway = Gateway("g0", await world.bus("gateway/g0"), await world.bulk("gateway/g0"), port=0)
     await world.add(gateway)
     body = {"model": card.name, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 5, "stream": stream}
     async with httpx.AsyncClient() as client:

@@ -1,0 +1,44 @@
+"""Giving a request to the entrypoint shard that it belongs to, and taking it back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from bus.bus import Bus, BusError, fail
+from bus.insist import insist
+from bus.subjects import CANCEL, SUBMIT
+from schemas.failure import Code
+from schemas.request import Cancel, CancelReason, Submit
+
+ASK_TIMEOUT_S = 5.0
+TRIES = 3
+"""So many questions in a row without an answer, and a shard counts as lost."""
+
+
+async def place(bus: Bus, submit: Submit, owner: Callable[[Collection[str]], str], is_over: Callable[[], bool]) -> str:
+    """The shard that took it: the one its id belongs to, asked again when silent, or the next one if that is gone.
+
+    `owner` says whose it is, of those not tried yet; empty while none has reported itself. Raises BusError: the
+    shard's own, worker_lost when it stays silent, cancelled once `is_over`.
+    """
+    tried: set[str] = set()
+    num_silences = 0
+    while not is_over():
+        shard = owner(tried)
+        try:
+            return (await bus.ask(SUBMIT.at(shard) if shard else SUBMIT.any(), submit, timeout_s=ASK_TIMEOUT_S)).shard
+        except BusError as error:
+            if shard and error.code in (Code.NO_RESPONDERS, Code.SHUTTING_DOWN):
+                tried.add(shard)
+            elif not shard or error.code is not Code.DEADLINE_EXCEEDED:
+                raise
+            elif (num_silences := num_silences + 1) == TRIES:
+                raise fail(Code.WORKER_LOST, "the entrypoint that the request belongs to is silent") from None
+    raise fail(Code.CANCELLED, "the request was cancelled")
+
+
+async def cancel_at(bus: Bus, shard: str, request_id: str, reason: CancelReason) -> bool:
+    """Tell the shard until it acknowledges, or is gone. True if the request was running there."""
+    cancel = Cancel(request_id=request_id, reason=reason)
+    answer = await insist(bus, CANCEL.at(shard), cancel, timeout_s=ASK_TIMEOUT_S, tries=TRIES)
+    return answer is not None and answer.was_running
