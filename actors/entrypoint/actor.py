@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +11,9 @@ from msgspec import structs
 from opentelemetry import trace
 from opentelemetry.trace import Span
 
-from actors.entrypoint.request import Owner, Request, Verdict
+from actors.entrypoint.lookup import Found, Names, can_be_named, gather, name, plan, scatter
+from actors.entrypoint.peers import Peers
+from actors.entrypoint.request import Owner, Request, end_by
 from actors.entrypoint.shard import Shard
 from actors.rules.outbox import Outbox
 from actors.rules.spans import end_span
@@ -19,43 +22,47 @@ from bus.actor import Actor, Envelope, Handler
 from bus.bulk import Bulk
 from bus.bus import Bus, BusError, fail
 from bus.courier import Courier
+from bus.holders import Holders
 from bus.images import AnyVision
-from bus.insist import insist
+from bus.lookup import Lookups
 from bus.place import place
-from bus.subjects import DISPATCH, EXITED, RELEASE_PREFILL, ROUTE_PREFILL, TOKENS, Address, Subject
+from bus.subjects import DISPATCH, EXITED, LOAD, RELEASE_PREFILL, ROUTE_PREFILL, TOKENS, TOUCHED, Address, Subject
+from schemas.cache import BlocksTouched, HitShortened
 from schemas.failure import Code, Failure
-from schemas.handover import Claim, Claimed, ClaimRefused, Dispatch, Refused
+from schemas.handover import Claim, Claimed, ClaimRefused, Refused
 from schemas.liveness import ProcessExited
 from schemas.message import Role
 from schemas.request import (
     Cancel,
     CancelAcknowledged,
     Cancelled,
-    CancelReason,
     End,
     Failed,
-    Finished,
-    FinishReason,
     Resend,
     Submit,
     Submitted,
     Taken,
     TokensEmitted,
 )
-from schemas.routing import LoadReported, Route, Routed
+from schemas.routing import LoadReported, ReportLoad, Routed
 
 tracer = trace.get_tracer("shoal")
 
 ROUTE_PATIENCE_S = 20.0
 """How long a request waits for a replica to appear or to have room: a worker restarts within this time."""
 
-ASK_S = 5.0
 DISPATCH_S = 10.0
 """Longer than a prefill replica may take to pull a long prompt."""
 
 WATCH_S = 1.0
-MAX_STRIKES = 3
-"""So many probes in a row without an answer, and an owner counts as lost (a stopped process keeps its socket)."""
+INLINE_TOKENS = 65536
+"""Longer prompts are hashed in a thread: these take half a millisecond."""
+
+FRESH_S = 5.0
+"""A look-up older than this is made again before a replica is given its result."""
+
+MAX_TOUCHED = 4096
+"""Keys in one event."""
 
 
 class Entrypoint(Actor):
@@ -70,7 +77,10 @@ class Entrypoint(Actor):
         self._outbox = Outbox(f"{self.role}/{id}")
         self._courier = Courier(bus, subjects.RECIPE_TOKENS, self._outbox, self.wake, self._abandon)
         self._spans: dict[str, Span] = {}
-        self._strikes: dict[Owner, int] = {}
+        self._holders = Holders(bus)
+        self._peers = Peers()
+        self._lookups = Lookups(bus)
+        self._touched: dict[bytes, None] = {}
         self._repairing: set[str] = set()
         self._encoding: set[str] = set()
         self._vision = AnyVision(bus, bulk)
@@ -82,12 +92,16 @@ class Entrypoint(Actor):
             subjects.CLAIM: self._on_claim,
             subjects.TOKENS: self._on_tokens,
             subjects.RESEND: self._on_resend,
+            subjects.SHORTENED: self._on_shortened,
         }
 
     def events(self) -> Mapping[Address[Any, Any], Handler]:
-        return {EXITED.all(): self._on_exited}
+        loads = {LOAD.at(role): self._on_load for role in (Role.PREFILL, Role.METADATA)}
+        return {EXITED.all(): self._on_exited, **loads}
 
     async def on_start(self) -> None:
+        for role in (Role.PREFILL, Role.METADATA):
+            await self.bus.tell(subjects.report_load(role).all(), ReportLoad())
         self.spawn(self._watch())
 
     async def on_stop(self) -> None:
@@ -101,6 +115,9 @@ class Entrypoint(Actor):
 
     async def flush(self) -> None:
         await self._courier.flush()
+        if self._touched:
+            touched, self._touched = self._touched, {}
+            await self.bus.tell(TOUCHED.at(self.role), BlocksTouched(keys=b"".join(touched)))
 
     # From recipe
 
@@ -112,11 +129,9 @@ class Entrypoint(Actor):
         request = self.shard.submit(submit, self.now_s())
         if request is None:
             raise fail(Code.DUPLICATE_REQUEST, f"a request with the id {submit.request_id} is running")
-        span = tracer.start_span("entrypoint", context=envelope.context)
-        span.set_attribute("shoal.request.id", request.id)
+        span = self._spans[request.id] = tracer.start_span("entrypoint", context=envelope.context)
+        span.set_attributes({"shoal.request.id": request.id, "shoal.exact": submit.exact})
         span.set_attribute("gen_ai.usage.input_tokens", submit.num_prompt_tokens)
-        span.set_attribute("shoal.exact", submit.exact)
-        self._spans[request.id] = span
         self.spawn(self._place(request, span))
         return Submitted(shard=self.id)
 
@@ -124,10 +139,7 @@ class Entrypoint(Actor):
         request = self.shard.get(cancel.request_id)
         if request is None or request.end is not None:
             return CancelAcknowledged(request_id=cancel.request_id, was_running=False)
-        end: End = Cancelled()
-        if cancel.reason is CancelReason.STOP_SEQUENCE:
-            end = Finished(reason=FinishReason.STOP)
-        self._end(request, end)
+        self._end(request, end_by(cancel.reason))
         self.spawn(self._cancel(request, envelope))
         return None
 
@@ -143,35 +155,36 @@ class Entrypoint(Actor):
         return request.claim(claim.from_epoch, claim.replica, self.now_s())
 
     async def _on_tokens(self, emitted: TokensEmitted, envelope: Envelope) -> Taken:
-        ends = dict(emitted.ends)
-        now_s, start = self.now_s(), 0
-        for i, request_id in enumerate(emitted.request_ids):
-            stop = start + emitted.counts[i]
-            tokens, start = emitted.tokens[start:stop], stop
-            request = self.shard.get(request_id)
-            epoch, end = emitted.epochs[i], ends.get(i)
-            if request is None or request.epoch != epoch or request.end is not None:
-                if end is None and self.shard.is_new_stray(emitted.source, request_id, now_s):
-                    self.spawn(self._cancel_at(_holder(emitted.source), request_id, epoch))
-                continue
-            known = len(request.tokens)
-            verdict = self.shard.accept(request, epoch, emitted.first_indexes[i], tokens, end, now_s)
-            if verdict is Verdict.NEWS:
-                recipe, news = request.submit.recipe, request.tokens[known:]
-                self._outbox.add(recipe, request.id, request.epoch, known, news, request.end)
-                if end is not None:
-                    self._close_span(request)
-            elif verdict is Verdict.GAP and request_id not in self._repairing:
+        news, gaps, strays = self.shard.hear(emitted, self.now_s())
+        for request, first_index, tokens, end in news:
+            self._pass_on(request, first_index, tokens, end)
+        for request in gaps:
+            if request.id not in self._repairing:
                 assert request.owner is not None  # a current epoch has an owner
-                self._repairing.add(request_id)
+                self._repairing.add(request.id)
                 self.spawn(self._probe(request.owner, [request]))
+        for request_id, epoch in strays:
+            self.spawn(self._holders.cancel(Owner.of(emitted.source), request_id, epoch))
         return Taken()
+
+    async def _on_shortened(self, shortened: HitShortened, envelope: Envelope) -> Taken:
+        if (request := self.shard.get(shortened.request_id)) is not None:
+            request.shortened(shortened)
+        return Taken()
+
+    async def _on_load(self, report: LoadReported, envelope: Envelope) -> None:
+        if self._peers.saw(report, self.now_s()):
+            self.spawn(self._describe(report.id))
+
+    async def _describe(self, replica: str) -> None:
+        self._peers.described(replica, await self._lookups.space_of(replica))
 
     async def _on_exited(self, exited: ProcessExited, envelope: Envelope) -> None:
         for role in (Role.PREFILL, Role.DECODE):
             for id in exited.ids(role):
                 self._lose(Owner(role, id), f"the process {exited.name} ended")
         self._vision.on_exited(exited)
+        self._peers.exited(exited)
 
     # Placing
 
@@ -181,11 +194,12 @@ class Entrypoint(Actor):
             try:
                 request.prompt = await self._bulk.unwrap(request.submit.prompt)
                 await self._encode(request)
+                await self._look_up(request)
                 await place(
                     self.bus,
                     ROUTE_PREFILL,
                     RELEASE_PREFILL,
-                    Route(request_id=request.id, num_new=request.submit.num_prompt_tokens),
+                    request.route(),
                     lambda routed: self._dispatch(request, routed),
                     patience_s=ROUTE_PATIENCE_S,
                     is_over=lambda: request.end is not None,
@@ -193,8 +207,8 @@ class Entrypoint(Actor):
             except BusError as error:
                 self._end(request, Failed(failure=error.failure))
         await self._vision.release(request.held())
-        if request.end is not None and request.owner is not None:
-            await self._cancel_at(request.owner, request.id, request.epoch)
+        if request.end is not None:
+            self._free(request)
 
     async def _encode(self, request: Request) -> None:
         """Have its images encoded, before a replica is chosen: no reservation waits for them. Raises BusError."""
@@ -207,26 +221,41 @@ class Entrypoint(Actor):
         finally:
             self._encoding.discard(request.id)
 
+    async def _look_up(self, request: Request) -> None:
+        """Find out what of its prompt is cached. Whatever cannot be found out in time is not."""
+        space, names, submit = self._peers.space(self.now_s()), request.names, request.submit
+        if not space or request.end is not None or not can_be_named(submit, request.prompt):
+            return
+        if names is None or names.space != space:
+            work = functools.partial(name, space, submit, request.prompt)
+            names = work() if submit.num_prompt_tokens <= INLINE_TOKENS else await self.bus.seams.run_beside(work)
+        found = await self._find(request, names)
+        request.was_looked_up(names, plan(names, found, submit.num_prompt_tokens), self.now_s())
+
+    async def _find(self, request: Request, names: Names) -> Found:
+        """What is there of these blocks. Of a single one nothing could be restored: nobody is asked."""
+        is_of_use = names.num_blocks > 1 and not request.submit.exact
+        questions = scatter(names.keys, self._peers.shards(self.now_s()) if is_of_use else [])
+        asked = {shard: question.message for shard, question in questions.items()}
+        answers = await self._lookups.find(request.id, asked)
+        if request.end is None:
+            self._peers.silent(asked.keys() - answers.keys())
+        found = gather(names.keys, questions, answers, self.bus.seams.clock_ns())
+        if found.num_blocks and len(self._touched) < MAX_TOUCHED:
+            self._touched[names.key(found.num_blocks - 1)] = None
+            self.wake()
+        return found
+
     async def _dispatch(self, request: Request, routed: Routed) -> bool:
         """Give the request to a replica. Whether it took it; raises BusError when none ever can."""
         await self._encode(request)
+        if request.is_plan_older(FRESH_S, self.now_s()):
+            await self._look_up(request)
         if request.end is not None:
             return False
         prompt = await self._bulk.wrap(request.prompt)
         epoch = request.dispatch(routed.replica, self.now_s())
-        dispatch = Dispatch(
-            request_id=request.id,
-            entrypoint=self.id,
-            epoch=epoch,
-            reservation=routed.reservation,
-            balancer=routed.balancer,
-            prompt=prompt,
-            num_prompt_tokens=request.submit.num_prompt_tokens,
-            sampling=request.submit.sampling,
-            limits=request.submit.limits,
-            images=request.embeddings(),
-            exact=request.submit.exact,
-        )
+        dispatch = request.to_dispatch(self.id, routed, prompt)
         try:
             answer = await self.bus.ask(DISPATCH.at(routed.replica), dispatch, timeout_s=DISPATCH_S)
             if not isinstance(answer, Refused):
@@ -242,7 +271,7 @@ class Entrypoint(Actor):
             if error.code is Code.TRANSFER_FAILED and request.encoded and not request.were_lost():
                 raise fail(Code.VISION_ERROR, "the encoded images could not be moved to prefill") from None
             if error.code is Code.DEADLINE_EXCEEDED:
-                self.spawn(self._cancel_at(Owner(Role.PREFILL, routed.replica), request.id, epoch))
+                self.spawn(self._holders.cancel(Owner(Role.PREFILL, routed.replica), request.id, epoch))
         finally:
             if prompt.handle is not None:
                 self._bulk.withdraw(prompt.handle)  # pulled, or of no use any more
@@ -254,13 +283,20 @@ class Entrypoint(Actor):
     def _end(self, request: Request, end: End) -> None:
         if request.id in self._encoding:  # we do not know by whom
             self.spawn(self._vision.cancel(request.id))
+        self._lookups.give_up(request.id)
         if self.shard.finish(request, end, self.now_s()):
-            self._outbox.add(request.submit.recipe, request.id, request.epoch, len(request.tokens), [], end)
-            self._close_span(request)
+            self._pass_on(request, len(request.tokens), [], end)
             self.wake()
 
+    def _pass_on(self, request: Request, first_index: int, tokens: list[int], end: End | None) -> None:
+        num_cached = request.num_cached(first_index)
+        self._outbox.add(request.submit.recipe, request.id, request.epoch, first_index, tokens, end, num_cached)
+        if end is not None and (span := self._spans.pop(request.id, None)) is not None:
+            span.set_attributes(request.attributes())
+            end_span(span, len(request.tokens), end)
+
     def _lose(self, owner: Owner, why: str) -> None:
-        self._strikes.pop(owner, None)
+        self._holders.forget(owner)
         for request in [request for request in self.shard.live() if request.owner == owner]:
             message = f"{owner.role} replica {owner.replica} was lost: {why}"
             self._end(request, Failed(failure=Failure(code=Code.WORKER_LOST, message=message)))
@@ -268,13 +304,13 @@ class Entrypoint(Actor):
     async def _cancel(self, request: Request, envelope: Envelope) -> None:
         """Reach the owner, then acknowledge to whoever asked."""
         if request.owner is not None:
-            await self._cancel_at(request.owner, request.id, request.epoch)
+            await self._holders.cancel(request.owner, request.id, request.epoch)
         await envelope.answer(CancelAcknowledged(request_id=request.id, was_running=True))
 
-    async def _cancel_at(self, owner: Owner, request_id: str, epoch: int) -> None:
-        subject = subjects.CANCEL_PREFILL if owner.role is Role.PREFILL else subjects.CANCEL_DECODE
-        cancel = Cancel(request_id=request_id, epoch=epoch)
-        await insist(self.bus, subject.at(owner.replica), cancel, timeout_s=ASK_S, tries=MAX_STRIKES)
+    def _free(self, request: Request) -> None:
+        """Whoever has it need not go on."""
+        if request.owner is not None:
+            self.spawn(self._holders.cancel(request.owner, request.id, request.epoch))
 
     # Watching
 
@@ -285,8 +321,7 @@ class Entrypoint(Actor):
             for request in self.shard.overdue(self.bus.seams.clock_ns()):
                 failure = Failure(code=Code.DEADLINE_EXCEEDED, message="the deadline of the request has passed")
                 self._end(request, Failed(failure=failure))
-                if request.owner is not None:
-                    self.spawn(self._cancel_at(request.owner, request.id, request.epoch))
+                self._free(request)
             for owner, requests in self.shard.silent(now_s).items():
                 for request in requests:
                     request.heard_s = now_s  # asked now; not again before the next silence
@@ -295,39 +330,19 @@ class Entrypoint(Actor):
 
     async def _probe(self, owner: Owner, requests: list[Request]) -> None:
         """Ask an owner for what was missed of these requests; find out whether it still is there."""
-        subject = subjects.RESEND_PREFILL if owner.role is Role.PREFILL else subjects.RESEND_DECODE
-        resend = Resend(
-            request_ids=[request.id for request in requests],
-            first_indexes=[len(request.tokens) for request in requests],
-            epochs=[request.epoch for request in requests],
-        )
+        resend = self.shard.missed(requests)
         try:
-            emitted = await self.bus.ask(subject.at(owner.replica), resend, timeout_s=ASK_S)
+            emitted = await self._holders.ask_after(owner, resend)
         except BusError as error:
-            self._strikes[owner] = self._strikes.get(owner, 0) + 1
-            if error.code is Code.NO_RESPONDERS or self._strikes[owner] >= MAX_STRIKES:
-                self._lose(owner, error.failure.message)
+            self._lose(owner, error.failure.message)
             return
         finally:
             self._repairing.difference_update(resend.request_ids)
-        self._strikes.pop(owner, None)
-        await self.bus.tell(TOKENS.at(self.id), emitted)
-
-    # Small things
-
-    def _close_span(self, request: Request) -> None:
-        if (span := self._spans.pop(request.id, None)) is not None:
-            end_span(span, len(request.tokens), request.end)
+        if emitted is not None:
+            await self.bus.tell(TOKENS.at(self.id), emitted)
 
     def _abandon(self, recipe: str) -> None:
         """Nobody takes tokens for this recipe: its clients are gone with it."""
         for request in [request for request in self.shard.live() if request.submit.recipe == recipe]:
             self._end(request, Cancelled())
-            if request.owner is not None:
-                self.spawn(self._cancel_at(request.owner, request.id, request.epoch))
-
-
-def _holder(source: str) -> Owner:
-    """Who `source` of a TokensEmitted, `role/id`, is."""
-    role, _, replica = source.partition("/")
-    return Owner(Role(role), replica)
+            self._free(request)

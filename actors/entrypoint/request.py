@@ -6,10 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from schemas.bulk import Handle
-from schemas.handover import Claimed, ClaimRefused
+from actors.entrypoint.lookup import Names, Plan
+from actors.rules.hit import Hit
+from schemas.bulk import Handle, Payload
+from schemas.cache import HitShortened
+from schemas.handover import Claimed, ClaimRefused, Dispatch
 from schemas.message import Role
-from schemas.request import End, Submit
+from schemas.request import Cancelled, CancelReason, End, Finished, FinishReason, Submit
+from schemas.routing import Route, Routed
 from schemas.vision import EncodeImage, ImageEmbeddings, ImageEncoded
 
 
@@ -29,6 +33,12 @@ class Owner:
     role: Role
     replica: str
 
+    @classmethod
+    def of(cls, source: str) -> Owner:
+        """Who `source` of a TokensEmitted, `role/id`, is."""
+        role, _, replica = source.partition("/")
+        return cls(Role(role), replica)
+
 
 @dataclass(slots=True)
 class Request:
@@ -36,6 +46,7 @@ class Request:
 
     The shard alone issues epochs, from one growing series for all its requests: each change of owner gets the next
     one, and tokens count only under the current one. So nothing said of an earlier request of the same id counts.
+    `hit` is what became of its cached prefix at the last dispatch; `is_approximate`, that a replay has part in it.
     Times are seconds of the caller's clock.
     """
 
@@ -45,6 +56,11 @@ class Request:
     prompt: bytes = b""
     encoded: list[ImageEncoded] = field(default_factory=list)
     lost: list[ImageEncoded] = field(default_factory=list)
+    names: Names | None = None
+    plan: Plan | None = None
+    planned_s: float = 0.0
+    hit: Hit = Hit()
+    is_approximate: bool = False
     epoch: int = 0
     claimed_from: int = 0
     is_dispatching: bool = False
@@ -86,16 +102,63 @@ class Request:
         pixels = [(image.vision, image.pixels) for image in self.submit.images]
         return pixels + [(encoded.vision, encoded.embeddings) for encoded in self.lost + self.encoded]
 
+    def was_looked_up(self, names: Names, plan: Plan, now_s: float) -> None:
+        """What of its prompt is cached."""
+        if self.end is None:
+            self.names, self.plan, self.planned_s = names, plan, now_s
+
+    def is_plan_older(self, age_s: float, now_s: float) -> bool:
+        """Should be looked up (again)."""
+        return now_s - self.planned_s > age_s
+
+    def route(self) -> Route:
+        """What it asks of a prefill replica."""
+        start = self.plan.hit.start if self.plan else 0
+        return Route(request_id=self.id, num_new=self.submit.num_prompt_tokens - start, num_cached=start)
+
     def dispatch(self, replica: str, now_s: float) -> int:
         """A prefill replica is about to be given the request. The epoch it holds it under.
 
         Until `dispatched` or `refused` it need not know of it.
         """
+        self.hit, self.is_approximate = (self.plan.hit, self.plan.is_approximate) if self.plan else (Hit(), False)
         self.is_dispatching = True
         self.epoch = next(self.epochs)
         self.owner = Owner(Role.PREFILL, replica)
         self.heard_s = now_s
         return self.epoch
+
+    def to_dispatch(self, entrypoint: str, routed: Routed, prompt: Payload) -> Dispatch:
+        """The message that gives it to the replica, under the present epoch."""
+        return Dispatch(
+            request_id=self.id,
+            entrypoint=entrypoint,
+            epoch=self.epoch,
+            reservation=routed.reservation,
+            balancer=routed.balancer,
+            prompt=prompt,
+            num_prompt_tokens=self.submit.num_prompt_tokens,
+            sampling=self.submit.sampling,
+            limits=self.submit.limits,
+            images=self.embeddings(),
+            exact=self.submit.exact,
+            prefix=self.plan.prefix if self.plan else None,
+        )
+
+    def shortened(self, said: HitShortened) -> None:
+        """Prefill restored less, or otherwise. What is said of an earlier dispatch than the last one does not count."""
+        is_decoding = self.owner is not None and self.owner.role is Role.DECODE
+        if said.epoch == (self.claimed_from if is_decoding else self.epoch) and self.end is None:
+            self.hit = Hit(said.num_blocks, said.start)
+            self.is_approximate = said.approximate
+
+    def num_cached(self, first_index: int) -> int:
+        """Tokens of its prompt that were not computed, to be said with its output from index 0 on."""
+        return self.hit.start if first_index == 0 else 0
+
+    def attributes(self) -> dict[str, int | bool]:
+        """For the span: what its cache hit was worth."""
+        return {"shoal.cache.hit_tokens": self.hit.start, "shoal.cache.approximate": self.is_approximate}
 
     def dispatched(self, now_s: float) -> None:
         """The replica has it."""
@@ -147,5 +210,10 @@ class Request:
             return False
         self.end = end
         self.ended_s = now_s
-        self.prompt = b""
+        self.prompt, self.names, self.plan = b"", None, None
         return True
+
+
+def end_by(reason: CancelReason) -> End:
+    """How a request ends that is cancelled for this reason."""
+    return Finished(reason=FinishReason.STOP) if reason is CancelReason.STOP_SEQUENCE else Cancelled()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from msgspec import structs
 
 from actors.entrypoint.request import Owner, Request, Verdict
 from actors.rules.emission import Held, resend_answer
@@ -14,6 +17,24 @@ RETENTION_S = 30.0
 
 SILENCE_S = 2.0
 """An owner that says nothing of a request for so long is asked."""
+
+
+class News(NamedTuple):
+    """What is new of a request: tokens from an index on, and maybe its end."""
+
+    request: Request
+    first_index: int
+    tokens: list[int]
+    end: End | None
+
+
+class Heard(NamedTuple):
+    """What became of a message: its news, requests of which something is missing before, and (request id, epoch) that
+    its sender should let go of."""
+
+    news: list[News]
+    gaps: list[Request]
+    strays: list[tuple[str, int]]
 
 
 class Shard:
@@ -78,6 +99,26 @@ class Shard:
             del self._requests[id]
         self._strays = {key: at_s for key, at_s in self._strays.items() if now_s - at_s < SILENCE_S}
 
+    def hear(self, emitted: TokensEmitted, now_s: float) -> Heard:
+        """Take the tokens of many requests, each by `accept`; in order."""
+        ends, start, heard = dict(emitted.ends), 0, Heard([], [], [])
+        for i, request_id in enumerate(emitted.request_ids):
+            stop = start + emitted.counts[i]
+            tokens, start = emitted.tokens[start:stop], stop
+            request = self._requests.get(request_id)
+            epoch, end = emitted.epochs[i], ends.get(i)
+            if request is None or request.epoch != epoch or request.end is not None:
+                if end is None and self.is_new_stray(emitted.source, request_id, now_s):
+                    heard.strays.append((request_id, epoch))
+                continue
+            known = len(request.tokens)
+            verdict = self.accept(request, epoch, emitted.first_indexes[i], tokens, end, now_s)
+            if verdict is Verdict.NEWS:
+                heard.news.append(News(request, known, request.tokens[known:], request.end))
+            elif verdict is Verdict.GAP:
+                heard.gaps.append(request)
+        return heard
+
     def accept(
         self, request: Request, epoch: int, first_index: int, tokens: Sequence[int], end: End | None, now_s: float
     ) -> Verdict:
@@ -94,6 +135,14 @@ class Shard:
         self._strays[(source, request_id)] = now_s
         return True
 
+    def missed(self, requests: Sequence[Request]) -> Resend:
+        """The question to their owner about what was missed of these requests."""
+        return Resend(
+            request_ids=[request.id for request in requests],
+            first_indexes=[len(request.tokens) for request in requests],
+            epochs=[request.epoch for request in requests],
+        )
+
     def resend(self, resend: Resend) -> TokensEmitted:
         """What a recipe missed."""
 
@@ -101,4 +150,10 @@ class Shard:
             request = self._requests.get(request_id)
             return None if request is None else (request.epoch, request.tokens, request.end)
 
-        return resend_answer(f"entrypoint/{self.id}", resend, find)
+        answer = resend_answer(f"entrypoint/{self.id}", resend, find)
+        cached = [
+            (i, num_cached)
+            for i, (request_id, first) in enumerate(zip(answer.request_ids, answer.first_indexes, strict=True))
+            if (request := self._requests.get(request_id)) and (num_cached := request.num_cached(first))
+        ]
+        return structs.replace(answer, cached=cached)
