@@ -4,33 +4,42 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec import structs
 from opentelemetry import trace
 from opentelemetry.trace import StatusCode
 
-from actors.prefill.batch import Batch, Job
+from actors.prefill.batch import Batch, Job, Loading
+from actors.prefill.disk import Loader
 from actors.prefill.phases import Phases
+from actors.prefill.restore import NOTHING
+from actors.rules.chain import BLOCK_TOKENS
 from actors.rules.emission import Held, resend_answer
+from actors.rules.ring import Ring
 from bus.actor import Actor, Envelope, Handler
 from bus.bulk import Bulk
 from bus.bus import Bus, BusError, fail
+from bus.files import Files
+from bus.keeper import Keeper
 from bus.offering import Offering
 from bus.subjects import (
     CANCEL_PREFILL,
+    DESCRIBE,
     DISPATCH,
     RELEASE_PREFILL,
     RESEND_PREFILL,
     TOKENS,
+    Address,
     Subject,
 )
-from kernels.engine import Engine
+from kernels.engine import Chunk, Engine, Prefix, StateError
+from schemas.cache import DescribeSpace, SpaceDescribed
 from schemas.failure import Code, Failure
 from schemas.handover import Dispatch, Dispatched, Refused
 from schemas.message import Role
-from schemas.request import Cancel, CancelAcknowledged, End, Failed, Resend, TokensEmitted
+from schemas.request import Cancel, CancelAcknowledged, Resend, TokensEmitted
 from schemas.routing import LoadReported, Release, Route
 
 log = logging.getLogger("shoal.prefill")
@@ -44,35 +53,61 @@ MAX_IMAGE_BYTES = 2 << 30
 PULL_S = 8.0
 """For a long prompt, or images; less than the entrypoint waits for our answer."""
 
+LOAD_BYTES = 1 << 30
+"""Of cached blocks that are being loaded, or wait for the engine."""
+
 
 class Prefill(Actor):
-    """One task drives the engine, a step at a time; each finished prompt is handed over in a task of its own."""
+    """One task drives the engine, a step at a time; the cached beginning of each prompt is loaded, and each finished
+    prompt handed over, in a task of its own. What was computed is stored, and windows kept, in the background."""
 
     role = Role.PREFILL
 
-    def __init__(self, id: str, bus: Bus, bulk: Bulk, engine: Engine) -> None:
+    def __init__(self, id: str, bus: Bus, bulk: Bulk, engine: Engine, files: Files) -> None:
         super().__init__(id, bus)
         self._bulk = bulk
         self._engine = engine
         self.batch = Batch()
+        self.keeper = Keeper(bus, bulk, f"{self.role}/{id}", Ring, self.spawn)
+        self.loader = Loader(bus, files, self.keeper.snapshots, self.spawn, self._on_loaded, self.report_load)
         self._pulling: dict[str, Dispatch] = {}
         self._leaving: dict[str, tuple[Job, Offering]] = {}
         self._phases = Phases(id)
+        self._num_computed = self._num_restored = self._num_replayed = 0  # tokens
         self._has_work = asyncio.Event()
 
     def handlers(self) -> Mapping[Subject[Any, Any], Handler]:
-        return {DISPATCH: self._on_dispatch, CANCEL_PREFILL: self._on_cancel, RESEND_PREFILL: self._on_resend}
+        return {
+            DISPATCH: self._on_dispatch,
+            CANCEL_PREFILL: self._on_cancel,
+            RESEND_PREFILL: self._on_resend,
+            DESCRIBE: self._on_describe,
+        }
+
+    def events(self) -> Mapping[Address[Any, Any], Handler]:
+        return self.keeper.events()
 
     async def on_start(self) -> None:
         await self._engine.start()
+        await self.keeper.start()
         self.spawn(self._step_loop())
 
     async def on_stop(self) -> None:
         await self._engine.close()
+        self.keeper.close()
         self._phases.end_all()
 
     def load(self) -> LoadReported:
         jobs = [*self.batch, *(job for job, _ in self._leaving.values())]
+        detail = {
+            "handing_over": float(len(self._leaving)),
+            "computed_tokens": float(self._num_computed),
+            "replayed_tokens": float(self._num_replayed),
+            "restored_tokens": float(self._num_restored),
+            "read_bytes": float(self.loader.reader.read_bytes),
+            "snapshot_bytes": float(self.keeper.snapshots.pulled_bytes),
+            **self.keeper.detail(),
+        }
         return structs.replace(
             super().load(),
             num_running=sum(job.is_admitted for job in self.batch),
@@ -81,7 +116,7 @@ class Prefill(Actor):
             capacity_requests=MAX_QUEUED,
             capacity_tokens=self._engine.info.capacity_tokens,
             reservations=[job.dispatch.reservation for job in jobs],
-            detail={"handing_over": float(len(self._leaving))},
+            detail=detail,
         )
 
     # From the entrypoint
@@ -120,8 +155,9 @@ class Prefill(Actor):
                 del self._pulling[dispatch.request_id]
 
     def _queue(self, dispatch: Dispatch, prompt: bytes, rows: list[bytes], envelope: Envelope) -> Dispatched:
+        info = self._engine.info
         try:
-            job = Job.of(dispatch, prompt, rows)
+            job = Job.of(dispatch, prompt, rows, space=info.space, block_bytes=info.block_bytes)
         except ValueError as error:
             raise fail(Code.INTERNAL, str(error)) from None
         known = self._job(dispatch.request_id)
@@ -131,6 +167,9 @@ class Prefill(Actor):
             raise fail(Code.DUPLICATE_REQUEST, f"an earlier dispatch of {dispatch.request_id} is still being freed")
         self.batch.add(job)
         self._phases.begin(dispatch.request_id, envelope.context, "prefill queue")
+        if job.loading is Loading.NONE:
+            self.loader.settle(job, NOTHING, "an exact request, or blocks of another space")
+        self._load_more()
         self._has_work.set()
         return Dispatched()
 
@@ -149,6 +188,7 @@ class Prefill(Actor):
             job.is_cancelled = True
             if job.id in self._leaving:
                 self._leaving[job.id][1].cancel()
+                self.loader.stop(job)
             elif not job.is_admitted:
                 self._drop(job)
             self._has_work.set()
@@ -162,6 +202,9 @@ class Prefill(Actor):
 
         return resend_answer(f"{self.role}/{self.id}", resend, find)
 
+    async def _on_describe(self, describe: DescribeSpace, envelope: Envelope) -> SpaceDescribed:
+        return SpaceDescribed(space=self._engine.info.space)
+
     def _job(self, request_id: str) -> Job | None:
         """The job of a request, waiting, computing or on its way out."""
         if request_id in self._leaving:
@@ -170,63 +213,101 @@ class Prefill(Actor):
 
     # Computing
 
+    def _load_more(self) -> None:
+        for job in self.batch.to_load(LOAD_BYTES):
+            self._phases.next(job.id, "load prefix")
+            self.loader.begin(job, self._engine.info)
+
+    def _on_loaded(self, job: Job) -> None:
+        self._phases.next(job.id, "prefill queue")
+        self._load_more()
+        self._has_work.set()
+
     async def _step_loop(self) -> None:
         """The only caller of the engine."""
         while True:
             await self._has_work.wait()
+            self._has_work.clear()
             now_ns = self.bus.seams.clock_ns()
             for job in self.batch:
                 if job.is_over(now_ns):
                     self._drop(job)
             if len(self._leaving) < self._engine.info.num_slots:
-                admitted, hopeless = self.batch.admit(self._engine)
-                for job in admitted:
-                    self._phases.next(job.id, "prefill compute")
-                    await self._attach(job)
-                for job in hopeless:
-                    why = f"{len(job.tokens)} prompt tokens do not fit into prefill {self.id}"
-                    await self._reject(job, Failure(code=Code.CONTEXT_LENGTH, message=why))
+                await self._admit()
             step = self.batch.next_step(self._engine.info.max_step_tokens)
-            if not step:
-                self._has_work.clear()
-                continue
+            if step:
+                self._has_work.set()  # there may be more
+                await self._compute(step)
+
+    async def _admit(self) -> None:
+        admitted, hopeless = self.batch.admit(self._engine)
+        for job in admitted:
+            self._phases.next(job.id, "prefill compute")
             try:
-                await self._engine.prefill([chunk for _, chunk in step])
-            except ValueError:
-                log.exception("prefill %s: a step of %d requests failed", self.id, len(step))
-                why = f"prefill {self.id} could not compute the request, or one computed with it"
-                for job, _ in step:
-                    await self._reject(job, Failure(code=Code.INTERNAL, message=why))
-                continue
-            for job, chunk in step:
-                job.num_done += len(chunk.tokens)
-                if job.num_left == 0 and not job.is_cancelled:
-                    await self._finish(job)
+                if job.images:
+                    self._engine.attach(job.id, job.images)
+            except ValueError as error:
+                await self._reject(job, Failure(code=Code.VISION_ERROR, message=str(error)))
+            else:
+                await self._resume(job)
+        for job in hopeless:
+            why = f"{len(job.tokens)} prompt tokens do not fit into prefill {self.id}"
+            await self._reject(job, Failure(code=Code.CONTEXT_LENGTH, message=why))
+        self._load_more()
 
-    async def _attach(self, job: Job) -> None:
-        """Give the engine the images of an admitted job; one whose images it does not take ends here."""
-        if not job.images:
-            return
+    async def _resume(self, job: Job) -> None:
+        """Give the engine what was loaded for an admitted job; if it does not take it, the job is computed whole."""
+        restored, num_done = job.restored, 0
+        num_tokens = restored.hit.num_blocks * BLOCK_TOKENS
+        if num_tokens:
+            try:
+                prefix = Prefix(job.tokens[:num_tokens], restored.payloads, restored.windows)
+                num_done = await self._engine.resume(job.id, prefix)
+                self._num_restored += num_tokens
+                self._num_replayed += num_tokens - num_done
+            except StateError as error:
+                self.loader.settle(job, NOTHING, str(error))
+        job.resumed(num_done)
+
+    async def _compute(self, step: Sequence[tuple[Job, Chunk]]) -> None:
         try:
-            self._engine.attach(job.id, job.images)
-        except ValueError as error:
-            await self._reject(job, Failure(code=Code.VISION_ERROR, message=str(error)))
+            await self._engine.prefill([chunk for _, chunk in step])
+        except ValueError:
+            log.exception("prefill %s: a step of %d requests failed", self.id, len(step))
+            why = f"prefill {self.id} could not compute the request, or one computed with it"
+            for job, _ in step:
+                await self._reject(job, Failure(code=Code.INTERNAL, message=why))
+            return
+        jobs = []
+        for job, chunk in step:
+            job.num_done += len(chunk.tokens)
+            self._num_computed += len(chunk.tokens)
+            if not job.is_cancelled and (job.num_left or await self._finish(job)):
+                jobs.append(job)
+        for job in jobs:  # now that all who are ready are on their way
+            if job.keeping is not None:
+                await self.keeper.keep_blocks(self._engine, job.id, job.keeping, job.num_done)
+            if job.num_left == 0:
+                if job.keeping is not None:
+                    await self.keeper.keep_windows(self._engine, job.id, job.keeping)
+                self.keeper.forget(job.id)
+                self._engine.free(job.id)
 
-    async def _finish(self, job: Job) -> None:
-        """The prompt is computed: take its state out of the engine, and let it go on its way."""
+    async def _finish(self, job: Job) -> bool:
+        """The prompt is computed: send its state on its way. The engine still has it. False if it has none."""
         try:
             state = await self._engine.export(job.id)
         except ValueError:
             log.exception("prefill %s: the state of a request cannot be exported", self.id)
             await self._reject(job, Failure(code=Code.INTERNAL, message="the prompt cannot be computed"))
-            return
-        self._engine.free(job.id)
+            return False
         self.batch.remove(job)
         job.images = []  # of no use any more, and large
         layout = self._engine.info.layout
         offering = Offering(self.bus, self._bulk, state, lambda to, handle: job.hand_over(to, handle, layout))
         self._leaving[job.id] = (job, offering)
         self.spawn(self._hand_over(job, state))
+        return True
 
     async def _reject(self, job: Job, failure: Failure) -> None:
         """A job that cannot be computed ends here. Only between steps."""
@@ -237,12 +318,14 @@ class Prefill(Actor):
         """A job that is not computed leaves. Only between steps, or before it was admitted."""
         if job.is_admitted:
             self._engine.free(job.id)
+        self.keeper.forget(job.id)
         self.batch.remove(job)
         self._close(job)
 
     def _close(self, job: Job) -> None:
         """Once for each job, however it ended."""
         self._phases.end(job.id)
+        self.loader.stop(job)
         if not self._is_stopped:
             release = Release(reservation=job.dispatch.reservation)
             self.spawn(self.bus.tell(RELEASE_PREFILL.at(job.dispatch.balancer), release))
@@ -254,6 +337,7 @@ class Prefill(Actor):
         span = self._phases.next(job.id, "hand over")
         span.set_attribute("shoal.state_bytes", len(state))
         with trace.use_span(span):
+            await self.loader.told(job)  # so that usage is right from the first token on
             wanted = Route(request_id=job.id, num_new=job.dispatch.limits.max_tokens, num_cached=len(job.tokens))
             try:
                 await self._leaving[job.id][1].place(wanted)
@@ -268,14 +352,4 @@ class Prefill(Actor):
         span = trace.get_current_span()
         span.set_attribute("error.type", failure.code)
         span.set_status(StatusCode.ERROR, failure.message)
-        end: End = Failed(failure=failure)
-        emitted = TokensEmitted(
-            source=f"{self.role}/{self.id}",
-            request_ids=[job.id],
-            epochs=[job.dispatch.epoch],
-            first_indexes=[0],
-            counts=[0],
-            tokens=[],
-            ends=[(0, end)],
-        )
-        await self.bus.tell(TOKENS.at(job.dispatch.entrypoint), emitted)
+        await self.bus.tell(TOKENS.at(job.dispatch.entrypoint), job.failed(f"{self.role}/{self.id}", failure))

@@ -3,23 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import Enum
 
 import numpy as np
 
+from actors.prefill.keeping import Keeping
+from actors.prefill.restore import NOTHING, Fetched, Restored, check, plan
 from actors.rules.chain import BLOCK_TOKENS
 from kernels.engine import Admission, Chunk, Engine, ImageRows, Sampling, Tokens
 from schemas.bulk import Handle
+from schemas.cache import HitShortened
+from schemas.failure import Failure
 from schemas.handover import Dispatch, HandOver
+from schemas.request import Failed, TokensEmitted
 from schemas.routing import Routed
 
 CHUNK_GRAIN = BLOCK_TOKENS
 """Chunks of a cut prompt are multiples of this (the block size), so that blocks fill at step ends."""
 
 
+class Loading(Enum):
+    """Of the cached beginning of a prompt: nothing to load; not begun; under way; done, and in memory."""
+
+    NONE = "none"
+    WAITING = "waiting"
+    RUNNING = "running"
+    DONE = "done"
+
+
 @dataclass(slots=True, eq=False)
 class Job:
-    """One dispatched request. `num_done` of its tokens are computed; `is_admitted` while it has an engine slot."""
+    """One dispatched request. `num_done` of its tokens are computed or restored; `is_admitted` while it has an engine
+    slot. `restored`: what is to be, or while it loads, what the entrypoint counts on. `keeping`: None if nothing is.
+    """
 
     dispatch: Dispatch
     tokens: Tokens
@@ -27,10 +44,16 @@ class Job:
     num_done: int = 0
     is_admitted: bool = False
     is_cancelled: bool = False
+    loading: Loading = Loading.NONE
+    num_load_bytes: int = 0
+    restored: Restored = NOTHING
+    keeping: Keeping | None = None
 
     @classmethod
-    def of(cls, dispatch: Dispatch, prompt: bytes, rows: Sequence[bytes]) -> Job:
-        """From what was pulled for it: the prompt, and the rows of each image.
+    def of(
+        cls, dispatch: Dispatch, prompt: bytes, rows: Sequence[bytes], *, space: str = "", block_bytes: int = 0
+    ) -> Job:
+        """From what was pulled for it: the prompt, and the rows of each image. Blocks of another `space` are of no use.
 
         Raises ValueError if that is not what was announced.
         """
@@ -45,7 +68,18 @@ class Job:
             if not data or len(data) % (4 * len(span)):
                 raise ValueError(f"{len(data)} bytes came for an image of {image.num_tokens} tokens")
             images.append(ImageRows(image.start, data))
-        return cls(dispatch, tokens, images)
+        job = cls(dispatch, tokens, images)
+        prefix = dispatch.prefix
+        if prefix is not None:
+            check(prefix, len(tokens))
+            job.restored = plan(prefix, len(tokens))
+            if prefix.space == space:
+                job.keeping = Keeping(prefix, tokens, block_bytes)
+                if job.restored.hit.num_blocks and not dispatch.exact:
+                    job.loading = Loading.WAITING
+                    snapshots = [snapshot.handle.size_bytes for _, snapshot in prefix.snapshots]
+                    job.num_load_bytes = prefix.num_blocks * block_bytes + max(snapshots, default=0)
+        return job
 
     @property
     def id(self) -> str:
@@ -53,7 +87,20 @@ class Job:
 
     @property
     def num_left(self) -> int:
-        return len(self.tokens) - self.num_done
+        return len(self.tokens) - (self.num_done if self.is_admitted else self.restored.hit.start)
+
+    def settle(self, restored: Restored, reason: str, fetched: Fetched | None = None) -> HitShortened | None:
+        """It has turned out what is restored, after what was `fetched`. The entrypoint is to be told if it is less."""
+        told, self.restored = self.restored, restored
+        self.num_load_bytes = sum(map(len, restored.payloads)) + len(restored.windows or b"")
+        if self.keeping is not None:
+            self.keeping.settle(restored, fetched)
+        return restored.shortened(told, self.id, self.dispatch.epoch, reason)
+
+    def resumed(self, num_done: int) -> None:
+        """What was restored is in the engine, and not needed here any more."""
+        self.num_done, self.loading, self.num_load_bytes = num_done, Loading.NONE, 0
+        self.restored = replace(self.restored, payloads=(), windows=None)
 
     def hand_over(self, to: Routed, state: Handle, layout: str) -> HandOver:
         """What goes to a decode replica with its state."""
@@ -68,6 +115,19 @@ class Job:
             num_tokens=len(self.tokens),
             sampling=self.dispatch.sampling,
             limits=self.dispatch.limits,
+            chain=None if self.keeping is None else self.keeping.chain(),
+        )
+
+    def failed(self, source: str, failure: Failure) -> TokensEmitted:
+        """For the entrypoint: it ends here, by `failure`."""
+        return TokensEmitted(
+            source=source,
+            request_ids=[self.id],
+            epochs=[self.dispatch.epoch],
+            first_indexes=[0],
+            counts=[0],
+            tokens=[],
+            ends=[(0, Failed(failure=failure))],
         )
 
     def is_over(self, now_ns: int) -> bool:
@@ -76,7 +136,8 @@ class Job:
 
 
 class Batch:
-    """The queue and the running set of one replica. Its order is the order of arrival; nothing overtakes."""
+    """The queue and the running set of one replica. Its order is the order of arrival; nothing overtakes, except what
+    is loading."""
 
     def __init__(self) -> None:
         self._jobs: dict[str, Job] = {}
@@ -101,12 +162,27 @@ class Batch:
         if self._jobs.get(job.id) is job:
             del self._jobs[job.id]
 
+    def to_load(self, max_bytes: int) -> list[Job]:
+        """The jobs that are to be loaded from now on, in order: together with all that are, and wait for the engine,
+        they hold at most `max_bytes`; but one alone may hold more."""
+        chosen = []
+        num_bytes = self.num_load_bytes
+        for job in self._jobs.values():
+            if job.loading is not Loading.WAITING:
+                continue
+            if num_bytes and num_bytes + job.num_load_bytes > max_bytes:
+                break
+            num_bytes += job.num_load_bytes
+            job.loading = Loading.RUNNING
+            chosen.append(job)
+        return chosen
+
     def admit(self, engine: Engine) -> tuple[list[Job], list[Job]]:
         """Give engine slots to waiting jobs in order, until one has to wait: those admitted, and those that can never
-        be (they stay in the queue)."""
+        be (they stay in the queue). Those that are not loaded yet keep their place, and delay nobody."""
         admitted, hopeless = [], []
         for job in self._jobs.values():
-            if job.is_admitted:
+            if job.is_admitted or job.loading in (Loading.WAITING, Loading.RUNNING):
                 continue
             sampling = job.dispatch.sampling
             wanted = Sampling(temperature=sampling.temperature, top_p=sampling.top_p, seed=sampling.seed)
@@ -149,6 +225,12 @@ class Batch:
     def num_image_bytes(self) -> int:
         """Held for its images."""
         return sum(len(image.embeddings) for job in self._jobs.values() for image in job.images)
+
+    @property
+    def num_load_bytes(self) -> int:
+        """Held, or soon to be, for what is loading or loaded."""
+        loaded = (Loading.RUNNING, Loading.DONE)
+        return sum(job.num_load_bytes for job in self._jobs.values() if job.loading in loaded)
 
     @property
     def num_tokens_left(self) -> int:
