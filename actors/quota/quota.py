@@ -81,11 +81,12 @@ class Ledger:
         if buckets is None or (tenant, request_id) in self._running:
             return 0, ""
         wait_ns, what = buckets.wait(num_prompt_tokens, now_ns)
-        if not wait_ns:
-            buckets.take(1, num_prompt_tokens, now_ns)
-            self._forget(now_ns)
-            self._running[tenant, request_id] = now_ns
-        return wait_ns, what
+        if wait_ns:
+            return wait_ns, what
+        buckets.take(1, num_prompt_tokens, now_ns)
+        self._forget(now_ns)
+        self._running[tenant, request_id] = now_ns
+        return 0, ""
 
     def end(self, tenant: str, request_id: str, num_output_tokens: int, now_ns: int) -> None:
         """An admitted request has ended: charge for its output. Of one that is not known nothing is charged."""

@@ -74,7 +74,7 @@ class Tenants:
             raise TenantsError(f"{where}: unknown key {next(iter(content))!r}; it holds tables [tenants.NAME] only")
         if not isinstance(tables, dict):
             raise TenantsError(f"{where}: tenants must be tables [tenants.NAME]")
-        by_name = {name: _tenant(f"{where}: tenants.{name}", name, table) for name, table in tables.items()}
+        by_name = {name: _tenant(where, name, table) for name, table in tables.items()}
         owners: dict[str, str] = {}
         for tenant in by_name.values():
             for key in tenant.keys:
@@ -111,7 +111,9 @@ def _tag(tenant: str) -> str:
 
 def _tenant(where: str, name: str, table: Any) -> Tenant:
     if not _NAME.fullmatch(name) or name in _NOT_NAMES:
-        raise TenantsError(f"{where}: a name has 1 to 64 letters, digits, - and _, and is not one of a protocol")
+        what = "a name has 1 to 64 letters, digits, - and _, and is not one of a protocol"
+        raise TenantsError(f"{where}: tenants: {name[:80]!r}: {what}")
+    where = f"{where}: tenants.{name}"
     if not isinstance(table, dict):
         raise TenantsError(f"{where}: must be a table [tenants.{name}]")
     for key, value in table.items():
