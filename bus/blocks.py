@@ -125,19 +125,28 @@ class BlockStore:
 
         False, and they are lost: too much waits already, there are no writers, or the request has lost one before.
         """
-        request = self._requests.setdefault(owner, _Request())
-        writers = self._owners.of(keys, asyncio.get_running_loop().time())
         size_bytes = sum(map(len, payloads))
-        if request.is_failed or not writers or self.num_bytes + size_bytes > self._max_bytes:
-            request.is_failed = True
-            self.num_lost += len(keys)
+        if not self.takes(owner, len(keys), size_bytes):
             return False
+        request = self._requests[owner]
+        writers = self._owners.of(keys, asyncio.get_running_loop().time())
         self.num_bytes += size_bytes
         for writer, key, parent, payload in zip(writers, keys, parents, payloads, strict=True):
             lane = self._lanes.setdefault(writer, _Lane(writer))
             lane.waiting.append(_Block(request, (space, approximate, len(payload)), key, parent, payload))
         for writer in dict.fromkeys(writers):
             self._start_sender(self._lanes[writer])
+        return True
+
+    def takes(self, owner: str, num_blocks: int, size_bytes: int) -> bool:
+        """Whether `store` would take so many blocks of this request, of `size_bytes` together: to be asked before they
+        are read. If not, they are lost."""
+        request = self._requests.setdefault(owner, _Request())
+        has_writers = bool(self._owners.of([bytes(16)], asyncio.get_running_loop().time()))
+        if request.is_failed or not has_writers or self.num_bytes + size_bytes > self._max_bytes:
+            request.is_failed = True
+            self.num_lost += num_blocks
+            return False
         return True
 
     def is_failed(self, owner: str) -> bool:
