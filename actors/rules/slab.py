@@ -2,9 +2,9 @@
 
     slab  64-byte header, then `num_slots` times: 64-byte slot header, payload
 
-A slot of zeros is free, as a new file's are; freeing one is writing `FREE` over its header. A block is written with its
-header in one piece, and is there only when the whole slot is: the header has a checksum of its own, so that an index
-can be rebuilt without reading payloads, and another one over header and payload, without which no payload is given out.
+A slot of zeros is free, as a new file's are; freeing one is writing `FREE` over its header. A block is written over a
+free header, and its own header last. That has a checksum of its own, so that an index can be rebuilt without reading
+payloads, and another one over header and payload, without which no payload is given out.
 So a torn, mixed or damaged slot is a miss, and never another block's content. All numbers are little-endian.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Self
 
@@ -117,8 +117,8 @@ class Slot:
     payload: memoryview
 
 
-def pack_slot(slab: Slab, key: bytes, parent: bytes, payload: Buffer, *, approximate: bool) -> bytes:
-    """All bytes of a slot, written by the slab's present writer. Raises ValueError for a wrong size."""
+def pack_header(slab: Slab, key: bytes, parent: bytes, payload: Buffer, *, approximate: bool) -> bytes:
+    """The header of a slot that the slab's present writer writes. Raises ValueError for a wrong size."""
     if len(key) != KEY_BYTES or len(parent) != KEY_BYTES:
         raise ValueError(f"keys of {len(key)} and {len(parent)} bytes, expected {KEY_BYTES}")
     if len(payload) != slab.payload_bytes:
@@ -126,7 +126,12 @@ def pack_slot(slab: Slab, key: bytes, parent: bytes, payload: Buffer, *, approxi
     flags = _APPROXIMATE if approximate else 0
     covered = _SLOT.pack(_SLOT_MAGIC, flags, key, parent, slab.epoch, slab.layout[:8], 0, 0)[:_COVERED]
     header = covered + _CHECKSUM.pack(zlib.crc32(payload, zlib.crc32(covered)))
-    return b"".join((header, _CHECKSUM.pack(zlib.crc32(header)), payload))
+    return header + _CHECKSUM.pack(zlib.crc32(header))
+
+
+def pack_slot(slab: Slab, key: bytes, parent: bytes, payload: Buffer, *, approximate: bool) -> bytes:
+    """All bytes of a slot. Raises ValueError as `pack_header` does."""
+    return b"".join((pack_header(slab, key, parent, payload, approximate=approximate), payload))
 
 
 def unpack_header(data: Buffer, slab: Slab) -> SlotHeader:
@@ -169,19 +174,14 @@ def read_slot(data: Buffer, slab: Slab, key: bytes | None = None) -> Slot:
     return Slot(header, payload)
 
 
-def scan_headers(data: Buffer) -> Iterator[tuple[int, SlotHeader]]:
-    """Slots of a slab's file and what their headers say, in order; of a truncated file, those that end within it.
+def scan_headers(headers: Sequence[Buffer], slab: Slab, first: int = 0) -> Iterator[tuple[int, SlotHeader]]:
+    """Of slots in a row, the first of which has the number `first`: those with a block, and what their headers say.
 
-    Free and damaged slots are left out: both may be written. Raises SlotError, at the first step, for the file's
-    header.
+    Free and damaged slots are left out: both may be written.
     """
-    slab = Slab.unpack(data)
-    view = memoryview(data)
-    num_complete = max(len(data) - HEADER_BYTES, 0) // slab.slot_bytes
-    for slot in range(min(slab.num_slots, num_complete)):
-        start = slab.offset(slot)
+    for slot, data in enumerate(headers, first):
         try:
-            header = unpack_header(view[start : start + HEADER_BYTES], slab)
+            header = unpack_header(data, slab)
         except SlotError:
             continue
         yield slot, header

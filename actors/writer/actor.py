@@ -1,0 +1,318 @@
+"""The writer: the one owner of its slabs, and of what the world is told of them."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hashlib
+import logging
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+from msgspec import structs
+
+from actors.rules.chain import KEY_BYTES
+from actors.rules.keys import Keys
+from actors.rules.keys import keys as as_keys
+from actors.rules.location import LOCATION_BYTES, SLAB_BITS, SLOT_BITS, file_name, parse_name, words
+from actors.rules.slab import HEADER_BYTES, Slab
+from actors.writer.disk import Block, Disk
+from actors.writer.held import Layout, Place
+from actors.writer.slots import Slots
+from bus.actor import Actor, Envelope, Handler
+from bus.bulk import Bulk
+from bus.bus import Bus, BusError, fail
+from bus.files import Files
+from bus.subjects import ADOPT, DROP, DROPPED, DUMP, FAILED, MAKE_ROOM, STORE, STORED, Address, Subject
+from schemas.bulk import Payload
+from schemas.cache import (
+    AdoptSlab,
+    BlocksDumped,
+    BlocksFailed,
+    BlocksStored,
+    BlocksWritten,
+    DropBlocks,
+    DumpBlocks,
+    MakeRoom,
+    StoreBlocks,
+)
+from schemas.failure import Code
+from schemas.message import Message, Role
+from schemas.request import Taken
+from schemas.routing import LoadReported
+
+log = logging.getLogger("shoal.writer")
+
+MAX_WORK_BYTES = 256 * 1024 * 1024
+"""Payloads being pulled and written at a time; what comes on top of them is refused."""
+
+ROOM_INTERVAL_S = 1.0
+ROOM_S = 2.0
+"""How often more room is asked for, and how long an answer may take."""
+
+PULL_S = 10.0
+"""How long the payloads of a store may take to come."""
+
+RETRY_S = 5.0
+"""When a folder that could not be listed is tried again."""
+
+CHECK_SLOTS = 32
+MAX_SUSPECTS = 65_536
+"""Blocks of failed reads that are looked at in one go, and that wait for it."""
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class Writer(Actor):
+    """Owns the slabs in the folder `files` that have its id in their names; new ones are of `slab_bytes`.
+
+    It finds its slabs after a start in the background, and says so block by block: `detail["unread_slabs"]` of its load
+    report is 0 when it is through. It makes a new file only when the kvstore allows it.
+    """
+
+    role: ClassVar[Role] = Role.WRITER
+
+    def __init__(self, id: str, bus: Bus, bulk: Bulk, files: Files, slab_bytes: int) -> None:
+        super().__init__(id, bus)
+        self.slots = Slots(id, self.incarnation)
+        self._bulk = bulk
+        self._disk = Disk(self.slots, files, bus.seams.run_beside)
+        self._slab_bytes = slab_bytes
+        self._publishing = asyncio.Lock()
+        self._num_unread: int | None = None
+        self._num_stores = 0
+        self._work_bytes = 0
+        self._room: asyncio.Task[None] | None = None
+        self._room_at_s = 0.0
+        self._suspects: OrderedDict[Place, bytes] = OrderedDict()
+        self._checking: asyncio.Task[None] | None = None
+
+    def handlers(self) -> Mapping[Subject[Any, Any], Handler]:
+        return {STORE: self._on_store, DUMP: self._on_dump, DROP: self._on_drop, ADOPT: self._on_adopt}
+
+    def events(self) -> Mapping[Address[Any, Any], Handler]:
+        return {FAILED.at(Role.PREFILL): self._on_failed}
+
+    async def on_start(self) -> None:
+        self.spawn(self._find_slabs())
+
+    def load(self) -> LoadReported:
+        return structs.replace(
+            super().load(),
+            num_running=self._num_stores,
+            detail={
+                "seq": self.slots.seq,
+                "blocks": self.slots.num_blocks,
+                "free_slots": self.slots.num_free(),
+                "slots": self.slots.num_slots,
+                "work_bytes": self._work_bytes,
+                "unread_slabs": 1 if self._num_unread is None else self._num_unread,
+            },
+        )
+
+    # Storing
+
+    async def _on_store(self, message: StoreBlocks, envelope: Envelope) -> Message | None:
+        keys, parents = as_keys(_whole(message.keys)), as_keys(_whole(message.parents))
+        size_bytes = message.payloads.size_bytes
+        if len(keys) != len(parents) or not len(keys) or not size_bytes or size_bytes % len(keys):
+            raise fail(Code.BAD_REQUEST, f"{len(keys)} keys, {len(parents)} parents and {size_bytes} bytes of payloads")
+        if self.is_draining:
+            raise fail(Code.SHUTTING_DOWN, f"writer {self.id} is leaving")
+        if not self.slots.wanted(keys, approximate=message.approximate).any():
+            return BlocksWritten(num_new=0)
+        if self._work_bytes + size_bytes > MAX_WORK_BYTES:
+            raise fail(Code.OVERLOADED, f"writer {self.id} has {self._work_bytes} bytes in work")
+        self._num_stores += 1
+        self._work_bytes += size_bytes
+        self.spawn(self._store(message, keys, parents, envelope))
+        return None
+
+    async def _store(self, message: StoreBlocks, keys: Keys, parents: Keys, envelope: Envelope) -> None:
+        try:
+            data = memoryview(await self._bulk.unwrap(message.payloads, timeout_s=PULL_S))
+            try:
+                num_new = await self._write(message, keys, parents, data)
+            finally:
+                await self._publish()
+            await envelope.answer(BlocksWritten(num_new=num_new))
+        except BusError as error:
+            await envelope.answer(error.failure)
+        except OSError as error:
+            code = Code.OVERLOADED if error.errno in _FULL else Code.INTERNAL
+            await envelope.answer(fail(code, f"writer {self.id} could not write: {error}").failure)
+        finally:
+            self._num_stores -= 1
+            self._work_bytes -= message.payloads.size_bytes
+
+    async def _write(self, message: StoreBlocks, keys: Keys, parents: Keys, data: memoryview) -> int:
+        """Have in slots what is not there yet; how many blocks that were."""
+        size = len(data) // len(keys)
+        numbers = np.flatnonzero(self.slots.wanted(keys, approximate=message.approximate)).tolist()
+        if not numbers:
+            return 0
+        places = await self._take(_layout(message.space, size), len(numbers))
+        blocks = [
+            Block(keys[number].tobytes(), parents[number].tobytes(), data[number * size : (number + 1) * size])
+            for number in numbers
+        ]
+        return await self._disk.store(places, blocks, approximate=message.approximate)
+
+    async def _take(self, layout: Layout, num: int) -> Sequence[Place]:
+        """Places to write in; more room is asked for before it runs out. Raises `BusError(overloaded)`."""
+        places = self.slots.take(layout, num)
+        low = max(self._num_slots(layout) // 8, 1)
+        if places is None or self.slots.num_free(layout) < low:
+            asking = self._ask_for_room(layout, max(2 * low, num))
+            if places is None and asking is not None:
+                await asyncio.wait([asking])
+                places = self.slots.take(layout, num)
+        if places is None:
+            raise fail(Code.OVERLOADED, f"writer {self.id} has {self.slots.num_free(layout)} free slots of {num}")
+        return places
+
+    # Room
+
+    def _num_slots(self, layout: Layout) -> int:
+        """Of a new file."""
+        num = (self._slab_bytes - HEADER_BYTES) // (HEADER_BYTES + layout[0])
+        return min(max(num, 1), 1 << SLOT_BITS)
+
+    def _ask_for_room(self, layout: Layout, num: int) -> asyncio.Task[None] | None:
+        """The asking that is under way; None if it is too early for another one."""
+        if self._room is not None and not self._room.done():
+            return self._room
+        if self._num_unread != 0 or self.now_s() < self._room_at_s:
+            return None
+        self._room_at_s = self.now_s() + ROOM_INTERVAL_S
+        self._room = self.spawn(self._make_room(layout, num))
+        return self._room
+
+    async def _make_room(self, layout: Layout, num: int) -> None:
+        await self._disk.free(self.slots.stuck())
+        slab = Slab(layout[0], self._num_slots(layout), layout[1], epoch=1)
+        try:
+            for held in self.slots.empty(layout):
+                await self._disk.remove(held)
+            request = MakeRoom(writer=self.id, num_slots=num, slab_bytes=slab.file_bytes)
+            made = await self.bus.ask(MAKE_ROOM.any(), request, timeout_s=ROOM_S)
+            if made.may_add:
+                await self._disk.create(self.bus.seams.random.getrandbits(SLAB_BITS), slab)
+        except (OSError, BusError) as error:
+            log.warning("writer %s gets no room for %d blocks of %d bytes: %s", self.id, num, layout[0], error)
+
+    # Slabs that come and go
+
+    async def _find_slabs(self) -> None:
+        """Take over all of our slabs that are in the folder."""
+        while self._num_unread is None:
+            try:
+                infos = await self._disk.files.list()
+                ours = [(info, name) for info in infos if (name := parse_name(info.name)) and name[1] == self.id]
+                self._num_unread = len(ours)
+            except OSError as error:
+                log.error("writer %s cannot list its folder: %s", self.id, error)
+                await asyncio.sleep(RETRY_S)
+        for info, (number, _) in ours:
+            await self._disk.take_over(number, info.size_bytes)
+            await self._publish()
+            self._num_unread -= 1
+        await self.report_load()
+
+    async def _on_adopt(self, message: AdoptSlab, envelope: Envelope) -> Message | None:
+        parsed = parse_name(message.name)
+        if parsed is None:
+            raise fail(Code.BAD_REQUEST, f"{message.name!r} is no slab")
+        if self._num_unread != 0:
+            raise fail(Code.OVERLOADED, f"writer {self.id} still reads its own slabs")
+        if any(held.number == parsed[0] for held in self.slots.slabs):
+            return Taken()
+        self.spawn(self._adopt(parsed[0], message.name, envelope))
+        return None
+
+    async def _adopt(self, number: int, name: str, envelope: Envelope) -> None:
+        new_name = file_name(number, self.id)
+        try:
+            await self._disk.files.rename(name, new_name)
+            sizes = dict(await self._disk.files.list())
+        except OSError as error:
+            await envelope.answer(fail(Code.NOT_FOUND, f"writer {self.id} cannot adopt {name}: {error}").failure)
+            return
+        await self._disk.take_over(number, sizes.get(new_name, 0))
+        await self._publish()
+        await envelope.answer(Taken())
+
+    # Blocks that go
+
+    async def _on_drop(self, message: DropBlocks, envelope: Envelope) -> Message | None:
+        places = self.slots.drop(as_keys(_whole(message.keys)), words(_whole(message.locations, LOCATION_BYTES)))
+        self.spawn(self._finish_drop(places, envelope))
+        return None
+
+    async def _finish_drop(self, places: Sequence[Place], envelope: Envelope) -> None:
+        await self._publish()
+        await self._disk.free(places)
+        await envelope.answer(Taken())
+
+    async def _on_failed(self, message: BlocksFailed, envelope: Envelope) -> None:
+        keys = as_keys(_whole(message.keys))
+        for key, location in zip(keys, words(_whole(message.locations, LOCATION_BYTES)).tolist(), strict=False):
+            place = self.slots.find(location)
+            if place is not None and (place.held.keys[place.slot] == key).all() and len(self._suspects) < MAX_SUSPECTS:
+                self._suspects[place] = key.tobytes()
+        if self._suspects and (self._checking is None or self._checking.done()):
+            self._checking = self.spawn(self._check())
+
+    async def _check(self) -> None:
+        while self._suspects:
+            held = next(iter(self._suspects)).held
+            batch = [place for place in self._suspects if place.held is held][:CHECK_SLOTS]
+            await self._disk.check(held, [(place.slot, self._suspects.pop(place)) for place in batch])
+            await self._publish()
+
+    # Telling
+
+    async def _on_dump(self, message: DumpBlocks, envelope: Envelope) -> Message | None:
+        self.spawn(self._dump(message, envelope))
+        return None
+
+    async def _dump(self, message: DumpBlocks, envelope: Envelope) -> None:
+        blocks, seq, slabs = self.slots.dump(), self.slots.seq, [held.number for held in self.slots.slabs]
+        try:
+            chosen = await self.bus.seams.run_beside(lambda: blocks.owned(message.shard, message.shards))
+            dumped = BlocksDumped(
+                writer=self.id,
+                incarnation=self.incarnation,
+                seq=seq,
+                slabs=slabs,
+                keys=await self._bulk.wrap(chosen.keys.tobytes()),
+                parents=Payload() if message.shards else await self._bulk.wrap(chosen.parents.tobytes()),
+                locations=await self._bulk.wrap(chosen.locations.tobytes()),
+            )
+        except BusError as error:
+            await envelope.answer(error.failure)
+        else:
+            await envelope.answer(dumped)
+
+    async def _publish(self) -> None:
+        """Send what is to be told, in order, whoever calls."""
+        async with self._publishing:
+            while self.slots.outbox:
+                event = self.slots.outbox.pop(0)
+                if isinstance(event, BlocksStored):
+                    await self.bus.tell(STORED.at(self.role), event)
+                else:
+                    await self.bus.tell(DROPPED.at(self.role), event)
+
+
+def _layout(space: str, payload_bytes: int) -> Layout:
+    return payload_bytes, hashlib.sha256(space.encode()).digest()[:16]
+
+
+def _whole(data: bytes, size_bytes: int = KEY_BYTES) -> bytes:
+    """Raises `BusError(bad_request)` for a part of a key or location."""
+    if len(data) % size_bytes:
+        raise fail(Code.BAD_REQUEST, f"{len(data)} bytes are not a number of {size_bytes}")
+    return data
