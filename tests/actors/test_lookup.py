@@ -169,9 +169,9 @@ def test_what_travels_of_a_long_prompt_fits_in_messages(num_blocks: int) -> None
     num_tokens = 128 * num_blocks + 127
     questions = scatter(keys, ["m0"])
     answer = BlocksFound(locations=b"\xff" * 8 * num_blocks, snapshots=[(n, snapshot(key(0))) for n in range(4)])
-    ends = {end: snapshot(keys[16 * (end - 1) : 16 * end]) for end in (num_blocks, num_blocks - 1)}
+    ends = {end: snapshot(keys[16 * (end - 1) : 16 * end]) for end in (num_blocks - 1, num_blocks - 2)}
     planned = plan(Names("s" * 200, bytes(16), keys, bytes(16 * 128)), Found(answer.locations, ends), num_tokens)
-    assert planned.hit == Hit(num_blocks, 128 * num_blocks) and len(planned.prefix.snapshots) == 2
+    assert planned.hit == Hit(num_blocks - 1, 128 * (num_blocks - 1)) and len(planned.prefix.snapshots) == 2
     request = Request(submit(num_prompt_tokens=num_tokens), iter([1 << 62]), 0.0)
     request.was_looked_up(Names("s", bytes(16), keys, b""), planned, 0.0)
     request.dispatch("p0", 0.0)
