@@ -11,7 +11,7 @@ from msgspec import structs
 from opentelemetry import trace
 from opentelemetry.trace import StatusCode
 
-from actors.prefill.batch import Batch, Job, Loading
+from actors.prefill.batch import Batch, Job, Loading, is_meant
 from actors.prefill.disk import Loader
 from actors.prefill.phases import Phases
 from actors.prefill.restore import NOTHING
@@ -73,7 +73,7 @@ class Prefill(Actor):
         self._pulling: dict[str, Dispatch] = {}
         self._leaving: dict[str, tuple[Job, Offering]] = {}
         self._phases = Phases(id)
-        self._num_computed = self._num_restored = self._num_replayed = 0  # tokens
+        self._totals = {"computed_tokens": 0.0, "restored_tokens": 0.0, "replayed_tokens": 0.0}
         self._has_work = asyncio.Event()
 
     def handlers(self) -> Mapping[Subject[Any, Any], Handler]:
@@ -99,15 +99,6 @@ class Prefill(Actor):
 
     def load(self) -> LoadReported:
         jobs = [*self.batch, *(job for job, _ in self._leaving.values())]
-        detail = {
-            "handing_over": float(len(self._leaving)),
-            "computed_tokens": float(self._num_computed),
-            "replayed_tokens": float(self._num_replayed),
-            "restored_tokens": float(self._num_restored),
-            "read_bytes": float(self.loader.reader.read_bytes),
-            "snapshot_bytes": float(self.keeper.snapshots.pulled_bytes),
-            **self.keeper.detail(),
-        }
         return structs.replace(
             super().load(),
             num_running=sum(job.is_admitted for job in self.batch),
@@ -116,7 +107,12 @@ class Prefill(Actor):
             capacity_requests=MAX_QUEUED,
             capacity_tokens=self._engine.info.capacity_tokens,
             reservations=[job.dispatch.reservation for job in jobs],
-            detail=detail,
+            detail={
+                "handing_over": float(len(self._leaving)),
+                **self._totals,
+                **self.loader.detail(),
+                **self.keeper.detail(),
+            },
         )
 
     # From the entrypoint
@@ -174,16 +170,13 @@ class Prefill(Actor):
         return Dispatched()
 
     async def _on_cancel(self, cancel: Cancel, envelope: Envelope) -> CancelAcknowledged:
-        def is_meant(dispatch: Dispatch) -> bool:
-            return not cancel.epoch or dispatch.epoch <= cancel.epoch
-
         job = self._job(cancel.request_id)
         pulling = self._pulling.get(cancel.request_id)
         was_running = False
-        if pulling is not None and is_meant(pulling):
+        if pulling is not None and is_meant(cancel, pulling):
             del self._pulling[cancel.request_id]
             was_running = True
-        if job is not None and is_meant(job.dispatch):
+        if job is not None and is_meant(cancel, job.dispatch):
             was_running = not job.is_cancelled
             job.is_cancelled = True
             if job.id in self._leaving:
@@ -263,8 +256,8 @@ class Prefill(Actor):
             try:
                 prefix = Prefix(job.tokens[:num_tokens], restored.payloads, restored.windows)
                 num_done = await self._engine.resume(job.id, prefix)
-                self._num_restored += num_tokens
-                self._num_replayed += num_tokens - num_done
+                self._totals["restored_tokens"] += num_tokens
+                self._totals["replayed_tokens"] += num_tokens - num_done
             except StateError as error:
                 self.loader.settle(job, NOTHING, str(error))
         job.resumed(num_done)
@@ -281,7 +274,7 @@ class Prefill(Actor):
         jobs = []
         for job, chunk in step:
             job.num_done += len(chunk.tokens)
-            self._num_computed += len(chunk.tokens)
+            self._totals["computed_tokens"] += len(chunk.tokens)
             if not job.is_cancelled and (job.num_left or await self._finish(job)):
                 jobs.append(job)
         for job in jobs:  # now that all who are ready are on their way

@@ -16,7 +16,7 @@ from schemas.bulk import Handle
 from schemas.cache import HitShortened
 from schemas.failure import Failure
 from schemas.handover import Dispatch, HandOver
-from schemas.request import Failed, TokensEmitted
+from schemas.request import Cancel, Failed, TokensEmitted
 from schemas.routing import Routed
 
 CHUNK_GRAIN = BLOCK_TOKENS
@@ -133,6 +133,11 @@ class Job:
     def is_over(self, now_ns: int) -> bool:
         """Nobody waits for it any more: cancelled, or past its deadline (its entrypoint then ends it by itself)."""
         return self.is_cancelled or 0 < self.dispatch.limits.deadline_ns < now_ns
+
+
+def is_meant(cancel: Cancel, dispatch: Dispatch) -> bool:
+    """Whether this cancel is for this dispatch of its request, not for an earlier one."""
+    return not cancel.epoch or dispatch.epoch <= cancel.epoch
 
 
 class Batch:

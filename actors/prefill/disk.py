@@ -115,13 +115,21 @@ class Loader:
         self._spawn = spawn
         self._on_loaded = on_loaded
         self._report_load = report_load
-        self.reader = SlabReader(files, bus.seams.run_beside)
+        self._reader = SlabReader(files, bus.seams.run_beside)
         self._loading: dict[str, asyncio.Task[None]] = {}
         self._telling: dict[str, asyncio.Task[None]] = {}
 
-    def __len__(self) -> int:
-        """Tasks under way."""
-        return len(self._loading) + len(self._telling)
+    @property
+    def num_loading(self) -> int:
+        """Tasks that load."""
+        return len(self._loading)
+
+    def detail(self) -> dict[str, float]:
+        """For a load report: totals since the start."""
+        return {
+            "read_bytes": float(self._reader.read_bytes),
+            "snapshot_bytes": float(self._snapshots.pulled_bytes),
+        }
 
     def begin(self, job: Job, info: EngineInfo) -> None:
         """Load what this job may restore, for an engine that is `info`; `on_loaded` is called at the end."""
@@ -150,7 +158,7 @@ class Loader:
         """Take what can be had in time. Cancelled at any point, it leaves nothing behind."""
         with suppress(TimeoutError):
             async with asyncio.timeout(LOAD_S):
-                await asyncio.gather(self.reader.read(fetched, expected), self._pull(fetched))
+                await asyncio.gather(self._reader.read(fetched, expected), self._pull(fetched))
                 await self._pull(fetched)  # a block that is not there asks for other windows
         del self._loading[job.id]
         job.loading = Loading.DONE
