@@ -12,14 +12,17 @@ from msgspec import structs
 from opentelemetry import trace
 from opentelemetry.trace import Span
 
+from actors.decode.blocks import Filling
 from actors.decode.slots import Generation, Slots
 from actors.rules.outbox import Outbox
+from actors.rules.ring import Ring
 from actors.rules.spans import end_span
 from bus.actor import Actor, Envelope, Handler
 from bus.bulk import Bulk
 from bus.bus import Bus, BusError
 from bus.courier import Courier
-from bus.subjects import CANCEL_DECODE, CLAIM, HAND_OVER, RELEASE_DECODE, RESEND_DECODE, TOKENS, Subject
+from bus.keeper import Keeper
+from bus.subjects import CANCEL_DECODE, CLAIM, HAND_OVER, RELEASE_DECODE, RESEND_DECODE, TOKENS, Address, Subject
 from kernels.engine import Admission, Engine, Sampling, StateError
 from schemas.failure import Code, Failure
 from schemas.handover import Claim, ClaimRefused, HandedOver, HandOver, Refused
@@ -38,7 +41,11 @@ PAUSE_S = 0.5
 
 
 class Decode(Actor):
-    """One task drives the engine: between steps requests arrive and leave, at each step all running ones advance."""
+    """One task drives the engine: between steps requests arrive and leave, at each step all running ones advance.
+
+    What fills up of their blocks is read between steps and stored in the background; the windows at the ends of the
+    last two are kept when a request ends.
+    """
 
     role = Role.DECODE
 
@@ -50,6 +57,7 @@ class Decode(Actor):
         self._arrivals: list[tuple[Generation, bytes, asyncio.Future[str]]] = []
         self._outbox = Outbox(f"{self.role}/{id}")
         self._courier = Courier(bus, TOKENS, self._outbox, self.wake, self._abandon)
+        self._keeper = Keeper(bus, bulk, f"{self.role}/{id}", Ring, self.spawn)
         self._spans: dict[str, Span] = {}
         self._in_engine: set[str] = set()
         self._num_rows = self._num_new = 0  # requests in all steps, and the tokens they got
@@ -59,17 +67,25 @@ class Decode(Actor):
     def handlers(self) -> Mapping[Subject[Any, Any], Handler]:
         return {HAND_OVER: self._on_hand_over, CANCEL_DECODE: self._on_cancel, RESEND_DECODE: self._on_resend}
 
+    def events(self) -> Mapping[Address[Any, Any], Handler]:
+        return self._keeper.events()
+
     async def on_start(self) -> None:
         await self._engine.start()
+        await self._keeper.start()
         self.spawn(self._step_loop())
 
     async def on_stop(self) -> None:
         await self._engine.close()
+        self._keeper.close()
         for span in self._spans.values():
             span.end()
 
     def load(self) -> LoadReported:
         info = self._engine.info
+        detail = {**self._keeper.detail(), "snapshots": float(len(self._keeper.snapshots))}
+        if self._num_rows:
+            detail["accepted_length"] = round(self._num_new / self._num_rows, 2)
         return structs.replace(
             super().load(),
             num_running=len(self.slots.running()),
@@ -78,7 +94,7 @@ class Decode(Actor):
             capacity_requests=info.num_slots,
             capacity_tokens=info.capacity_tokens,
             reservations=[generation.offer.reservation for generation in self.slots],
-            detail={"accepted_length": round(self._num_new / self._num_rows, 2)} if self._num_rows else {},
+            detail=detail,
         )
 
     async def flush(self) -> None:
@@ -94,6 +110,7 @@ class Decode(Actor):
         generation = None if self.is_draining else self.slots.arrive(offer)
         if generation is None:
             return Refused(reason=f"decode {self.id} has no room, or holds this request already")
+        generation.filling = Filling.of(offer, info)
         span = tracer.start_span("decode", context=envelope.context)
         span.set_attribute("shoal.replica", self.id)
         self._spans[offer.request_id] = span
@@ -168,8 +185,11 @@ class Decode(Actor):
     async def _let_go(self, generation: Generation) -> None:
         """Free what an ended request holds here. Only between steps."""
         if generation.id in self._in_engine:
+            if generation.filling is not None:
+                await self._keeper.keep_windows(self._engine, generation.id, generation.filling)
             self._in_engine.discard(generation.id)
             self._engine.free(generation.id)
+        self._keeper.forget(generation.id)
         self.slots.leave(generation, self._now_s())
         if (span := self._spans.pop(generation.id, None)) is not None:
             end_span(span, len(generation.tokens), generation.end)
@@ -219,11 +239,26 @@ class Decode(Actor):
             self._outbox.add(
                 generation.offer.entrypoint, generation.id, generation.epoch, first, emitted, generation.end
             )
+        self.wake()  # their tokens leave first
+        for generation in batch:
+            await self._keep_blocks(generation)
+
+    async def _keep_blocks(self, generation: Generation) -> None:
+        """Have the blocks stored that filled in the last step."""
+        filling = generation.filling
+        if filling is None or not filling.take(generation.tokens, generation.num_computed):
+            return
+        try:
+            await self._keeper.keep_blocks(self._engine, generation.id, filling, filling.num_done)
+        except ValueError:
+            log.exception("decode %s: the blocks of a request cannot be read", self.id)
+            generation.filling = None
 
     def _fail(self, batch: list[Generation]) -> None:
         """A step of these failed: what the engine holds of them is good for nothing."""
         why = f"decode {self.id} could not go on with the request, or one computed with it"
         for generation in batch:
+            generation.filling = None
             if generation.end is None:
                 generation.end = Failed(failure=Failure(code=Code.INTERNAL, message=why))
                 first, epoch = len(generation.tokens), generation.epoch

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from actors.decode.blocks import Filling
 from actors.rules.emission import Held, resend_answer
 from schemas.handover import HandOver
 from schemas.request import Cancelled, End, Finished, FinishReason, Resend, TokensEmitted
@@ -15,11 +16,17 @@ RETENTION_S = 30.0
 
 @dataclass(slots=True, eq=False)
 class Generation:
-    """One request here. `epoch` is 0 until the entrypoint has confirmed the claim."""
+    """One request here. `epoch` is 0 until the entrypoint has confirmed the claim.
+
+    `num_computed` of its tokens are in the engine's caches: all but the one sampled last. `filling` is None when
+    nothing is to be stored of it.
+    """
 
     offer: HandOver
     epoch: int = 0
     tokens: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    filling: Filling | None = None
     end: End | None = None
     ended_s: float = 0.0
 
@@ -42,6 +49,7 @@ class Generation:
             if len(emitted) >= room:
                 self.end = Finished(reason=FinishReason.LENGTH)
                 break
+        self.num_computed = min(len(self.tokens) + len(new) - 1, len(self.tokens) + len(emitted))
         self.tokens.extend(emitted)
         return emitted
 

@@ -223,6 +223,22 @@ def test_whatever_goes_wrong_costs_the_blocks_and_nothing_else(size: int, troubl
     run(main())
 
 
+def test_a_writer_that_is_back_at_once_is_sent_to_at_once() -> None:
+    async def main() -> None:
+        async with stage() as system:
+            (writer,) = system.writers
+            writer.is_silent = True
+            system.put("r1", 0, MAX_MESSAGES * BATCH_BLOCKS)
+            await asyncio.sleep(1)
+            writer.is_silent = False
+            system.store.on_load(load(Role.WRITER, "w0", "b"))
+            assert system.put("r2", 0, 1)
+            await asyncio.sleep(1)
+            assert system.counts == (1, MAX_MESSAGES * BATCH_BLOCKS)
+
+    run(main())
+
+
 def test_what_waits_of_a_request_that_lost_a_block_is_not_sent() -> None:
     async def main() -> None:
         async with stage() as system:

@@ -308,13 +308,31 @@ class TestMakingKnown:
         run_virtual(main())
 
 
+class Slow(MemoryBulk):
+    """Sums up large ones beside the loop, as sockets do."""
+
+    async def checksum(self, data: bytes) -> int:
+        for _ in range(len(data) // 100 + 1):
+            await asyncio.sleep(0)
+        return await super().checksum(data)
+
+
+def test_of_two_that_are_kept_at_once_the_exact_one_stays() -> None:
+    async def main() -> None:
+        async with place() as here:
+            bulk = Slow(here.hub)
+            await bulk.start()
+            holder = Snapshots(await here.bus(), bulk, "decode/d0", Ring(), 1000)
+            rough = holder.keep(key(0), bytes(300), approximate=True)
+            await asyncio.gather(rough, holder.keep(key(0), b"exact", approximate=False))
+            assert await holder.pull(holder._pool[key(0)].snapshot) == b"exact" and bulk.num_offers == 1
+            holder.clear()
+
+    run_virtual(main())
+
+
 @pytest.mark.parametrize("num_turns", range(8))
 def test_keeping_may_be_cancelled_at_any_await(num_turns: int) -> None:
-    class Slow(MemoryBulk):
-        async def checksum(self, data: bytes) -> int:
-            await asyncio.sleep(0)
-            return await super().checksum(data)
-
     async def main() -> None:
         async with place() as here:
             bulk = Slow(here.hub)
