@@ -19,7 +19,7 @@ TINY = Path(__file__).parents[2] / "run" / "models" / "shoal-tiny"
 NUM_SLOTS = 6
 GREEDY = Sampling(temperature=0.0, top_p=1.0, seed=0)
 WARM = Sampling(temperature=1.0, top_p=0.9, seed=1234)
-TIMED = EngineInfo("shoal-tiny", "timed-1", 2048, 1, 8192, NUM_SLOTS, 512, NUM_SLOTS * 8192, "timed-1", 64)
+TIMED = EngineInfo("shoal-tiny", "timed-1", 2048, 1, 8192, NUM_SLOTS, 512, NUM_SLOTS * 8192, "blocks-1", 64)
 
 Make = Callable[[], Engine]
 

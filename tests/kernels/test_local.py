@@ -184,6 +184,6 @@ def test_compute_environment_reaches_torch() -> None:
 
 
 def test_only_what_computes_imports_torch() -> None:
-    modules = ("engine", "timed", "environment", "requests", "seal", "config", "vision_config")
+    modules = ("engine", "timed", "environment", "requests", "seal", "revision", "config", "vision_config")
     program = f"import sys, {', '.join(f'kernels.{module}' for module in modules)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
