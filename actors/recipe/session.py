@@ -43,16 +43,19 @@ class Session:
         self._eos = converter.card.eos_token
         self._num_events = 0
         self._num_prompt_tokens = prepared.num_prompt_tokens
-        self._model, self._id = prepared.model, response_id(prepared.protocol, request_id)
-        generator = REQUESTS[prepared.protocol].chunk_generator(prepared.request, self._id, prepared.model)
+        id = response_id(prepared.protocol, request_id)
+        generator = REQUESTS[prepared.protocol].chunk_generator(prepared.request, id, prepared.model)
         if prepared.protocol is Protocol.RESPONSES:
             generator = generator.with_echo(prepared.echo).with_namespace_tool_map(prepared.namespaces)
         self._processor = library.StreamProcessor(generator, prepared.request.parsing_options, converter.tokenizer)
-        self._body: Any = None  # of what is no stream, from the first token or the end on
+        self._body: Any = None
+        if not self.is_stream:  # how many tokens of the prompt were cached comes with the first event
+            body = RESPONSES[prepared.protocol]
+            self._body = body(id, prepared.model, created_s, prepared.num_prompt_tokens, 0)
         self._is_ready = False
         self._created_s = created_s
         # The library stamps events with the system's clock, in ten digits until the year 2286; ours can be another.
-        head = b'{"id":"%b","object":"chat.completion.chunk","created":' % self._id.encode()
+        head = b'{"id":"%b","object":"chat.completion.chunk","created":' % id.encode()
         self._head, self._head_bytes = head + b"%d," % created_s, len(head) + 11
         self._is_restamped = False
 
@@ -100,12 +103,10 @@ class Session:
         return error_body(self._protocol, failure, self._request_id)
 
     def _ready(self) -> list[_Event]:
-        """What comes before the first token. Here the usage of the prompt is told to the library, for good."""
+        """What comes before the first token. Here the library is told the usage of the prompt, for good."""
         self._is_ready = True
-        sizes = self._num_prompt_tokens, self.num_cached
-        if not self.is_stream:
-            self._body = RESPONSES[self._protocol](self._id, self._model, self._created_s, *sizes)
-        usage = library.PromptUsage(prompt_tokens=sizes[0], prompt_cache_hit_tokens=sizes[1])
+        sizes = {"prompt_tokens": self._num_prompt_tokens, "prompt_cache_hit_tokens": self.num_cached}
+        usage = library.PromptUsage(**sizes)
         return list(self._processor.push(library.InferenceChunk.ready(prompt_usage=usage)))
 
     def _stamped(self, item: bytes, completed_s: int | None = None) -> bytes:

@@ -155,6 +155,7 @@ def test_a_request_that_ends_during_its_look_up_stops_there(how: str) -> None:
     async def play(world: Scene) -> None:
         for shard in world.shards:
             shard.is_stuck = True
+        num_tasks = len(world.entrypoint._tasks)
         deadline_ns = int(asyncio.get_running_loop().time() * 1e9) + 1 if how == "deadline" else 0
         await world.send(submit(num_tokens=LONG, limits=Limits(max_tokens=8, deadline_ns=deadline_ns)))
         await until(lambda: all(shard.num_asked for shard in world.shards))
@@ -166,6 +167,9 @@ def test_a_request_that_ends_during_its_look_up_stops_there(how: str) -> None:
         else:
             await until(lambda: request.end is not None)
             assert isinstance(request.end, Failed)
+        ended_s = asyncio.get_running_loop().time()
+        await until(lambda: len(world.entrypoint._tasks) == num_tasks)
+        assert asyncio.get_running_loop().time() - ended_s < 0.1
         # What it was asked for is not waited for, and who was not given time is not held to be silent.
         for shard in world.shards:
             shard.is_stuck = False

@@ -107,6 +107,8 @@ def test_the_record_of_a_request_says_it_too(converter: Converter) -> None:
     requests = opened(converter, CHAT, True)
     request = requests.get(ID)
     assert request is not None
-    [(_, outcome)], _ = requests.apply(emitted(0, converter.tokenizer.encode("Hi"), STOP, 4), 1.0)
+    requests.apply(emitted(0, [300], None, 4), 1.0)
+    requests.apply(emitted(0, [300]), 1.0)
+    [(_, outcome)], _ = requests.apply(emitted(1, [301], STOP), 1.0)
     record = request.close(outcome, 1.0)
     assert record is not None and record["num_cached"] == 4 and record["num_input"] == request.num_prompt_tokens
