@@ -32,6 +32,7 @@ bench: $(STAMP) ## the benchmarks, one table each
 	@$(BIN)/shoal bench bus
 	@$(BIN)/shoal bench frontend
 	@$(BIN)/shoal bench engine
+	@$(BIN)/shoal bench kv
 
 clean: ## remove the environment and all state
 	rm -rf $(VENV) .shoal

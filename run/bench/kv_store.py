@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from actors.kvstore.actor import KVStore
-from actors.prefill.disk import SlabReader
+from actors.prefill.disk import SlabReader, expected_slab
 from actors.prefill.restore import Block, Fetched
 from actors.rules.chain import KEY_BYTES
 from actors.rules.location import LOCATION_BYTES
@@ -42,20 +42,20 @@ PATIENCE_S = 60.0
 
 @dataclass(frozen=True)
 class Blocks:
-    """A chain of blocks; `payloads` one after the other, `block_bytes` each."""
+    """A chain of blocks, and the bytes of each."""
 
     keys: Sequence[bytes]
-    payloads: bytes
-    block_bytes: int
+    payloads: Sequence[bytes]
 
     @classmethod
     def by_chance(cls, num: int, block_bytes: int) -> Self:
         """Blocks that nothing compresses."""
-        return cls([os.urandom(KEY_BYTES) for _ in range(num)], os.urandom(num * block_bytes), block_bytes)
+        return cls([os.urandom(KEY_BYTES) for _ in range(num)], [os.urandom(block_bytes) for _ in range(num)])
 
-    def payload(self, number: int) -> bytes:
-        """Of one block."""
-        return self.payloads[number * self.block_bytes : (number + 1) * self.block_bytes]
+    @property
+    def num_bytes(self) -> int:
+        """Of all payloads."""
+        return sum(map(len, self.payloads))
 
 
 class Store:
@@ -76,9 +76,10 @@ class Store:
             max_step_tokens=1,
             capacity_tokens=1,
             space=SPACE,
-            block_bytes=blocks.block_bytes,
+            block_bytes=len(blocks.payloads[0]),
         )
-        self._reader = SlabReader(files, info, bus.seams.run_beside)
+        self._expected = expected_slab(info)
+        self._reader = SlabReader(files, bus.seams.run_beside)
         self._locations: dict[bytes, bytes] = {}
         self.num_blocks = 0
 
@@ -92,6 +93,8 @@ class Store:
                 await rig.add(KVStore("k0", *await rig.place(), files[0], BUDGET_BYTES))
                 writer = Writer("w0", *await rig.place(), files[1], slab_bytes)
                 await rig.add(writer)
+                while writer.load().detail["unread_slabs"]:  # noqa: ASYNC110: it finds its slabs in the background
+                    await asyncio.sleep(0)
                 store = cls(*await rig.place(), writer, files[2], blocks)
                 await store._locate()
                 yield store
@@ -110,13 +113,13 @@ class Store:
             return task
 
         blocks = self._blocks
-        queue = BlockStore(self._bus, self._bulk, Ring(), spawn, max_bytes=2 * len(blocks.payloads))
+        queue = BlockStore(self._bus, self._bulk, Ring(), spawn, max_bytes=blocks.num_bytes)
         queue.on_load(self._writer.load())
         for first in range(0, len(blocks.keys), PROMPT_BLOCKS):
             numbers = range(first, min(first + PROMPT_BLOCKS, len(blocks.keys)))
             keys = [blocks.keys[number] for number in numbers]
             parents = [blocks.keys[number - 1] if number else ROOT for number in numbers]
-            payloads = [blocks.payload(number) for number in numbers]
+            payloads = blocks.payloads[numbers.start : numbers.stop]
             queue.store("bench", SPACE, keys, parents, payloads, approximate=False)
         while sending:
             await asyncio.wait(sending)
@@ -133,7 +136,7 @@ class Store:
         """Milliseconds of blocks put, then got, one at a time; `before` in between."""
         blocks, put_ms, get_ms = self._blocks, [], []
         for number in range(min(NUM_SINGLES, len(blocks.keys))):
-            payload = await self._bulk.wrap(blocks.payload(number))
+            payload = await self._bulk.wrap(blocks.payloads[number])
             message = StoreBlocks(space=SPACE, keys=os.urandom(KEY_BYTES), parents=ROOT, payloads=payload)
             start_s = time.perf_counter()
             await self._bus.ask(STORE.at(self._writer.id), message, timeout_s=PATIENCE_S)
@@ -164,7 +167,7 @@ class Store:
             num_blocks=len(keys),
         )
         fetched = Fetched(prefix)
-        await self._reader.read(fetched)
+        await self._reader.read(fetched, self._expected)
         if not all(isinstance(block, Block) for block in fetched.blocks):
             raise OSError(f"blocks could not be read: {fetched.bad()}")
 
