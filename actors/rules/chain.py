@@ -45,12 +45,12 @@ def chain(root: bytes, tokens: npt.NDArray[np.uint32], images: Sequence[Span] = 
     num_blocks = len(tokens) // BLOCK_TOKENS
     data = np.ascontiguousarray(tokens[: num_blocks * BLOCK_TOKENS], dtype="<u4").tobytes()
     marks = _marks(images, num_blocks)
-    new, key, keys = hashlib.sha256, root, []
-    for number, (block,) in enumerate(_BLOCK.iter_unpack(data)):
-        message = key + block
-        if marks and (digests := marks.get(number)):
-            message += digests
-        key = new(message).digest()[:KEY_BYTES]
+    new, cut, key = hashlib.sha256, slice(KEY_BYTES), root
+    keys: list[bytes] = []
+    for (block,) in _BLOCK.iter_unpack(data):
+        if marks:
+            block += marks.get(len(keys), b"")
+        key = new(key + block).digest()[cut]
         keys.append(key)
     return keys
 
