@@ -30,16 +30,30 @@ def chain_end(prompt: np.ndarray[tuple[int], np.dtype[np.uint32]], images: list[
 @settings(deadline=None, max_examples=150)
 @given(
     num_prompt=st.integers(1, 400),
-    steps=st.lists(st.lists(st.integers(2, 2**32 - 1), min_size=1, max_size=150), min_size=1, max_size=8),
-    image=st.tuples(st.integers(0, 300), st.integers(1, 200)),
-    eos_at=st.none() | st.integers(0, 400),
-    max_tokens=st.integers(1, 500),
+    num_output=st.integers(1, 600),
+    longest_step=st.sampled_from([1, 6, 40, 300]),
+    image=st.none() | st.tuples(st.integers(0, 200), st.integers(1, 200)),
+    eos_at=st.none() | st.integers(0, 600),
+    max_tokens=st.integers(1, 600) | st.just(600),
+    seed=st.integers(0, 99),
 )
 def test_keys_are_those_of_the_whole_text(
-    num_prompt: int, steps: list[list[int]], image: tuple[int, int], eos_at: int | None, max_tokens: int
+    num_prompt: int,
+    num_output: int,
+    longest_step: int,
+    image: tuple[int, int] | None,
+    eos_at: int | None,
+    max_tokens: int,
+    seed: int,
 ) -> None:
+    draw = np.random.default_rng(seed)
+    steps: list[list[int]] = []
+    while sum(map(len, steps)) < num_output:
+        steps.append(draw.integers(2, 2**32, draw.integers(1, longest_step + 1)).tolist())
     prompt = np.arange(7, 7 + num_prompt, dtype=np.uint32)
-    images = [Span(image[0], image[1], b"digest of it")] if sum(image) <= num_prompt else []
+    images = []
+    if image is not None and sum(image) <= num_prompt:  # so far before the end of the prompt, and so long
+        images.append(Span(num_prompt - sum(image), image[1], b"digest of it"))
     offer = structs.replace(hand_over(num_tokens=num_prompt, max_tokens=max_tokens), chain=chain_end(prompt, images))
     generation = Generation(offer)
     filling = generation.filling = Filling.of(offer, info(block_bytes=77))
