@@ -9,7 +9,7 @@ import torch
 from kernels import replay
 from kernels.config import ModelConfig
 from kernels.engine import BLOCK_TOKENS, Admission
-from kernels.kvpages import KVPages, num_blocks_of
+from kernels.kvpages import KVPages, checked, num_blocks_of
 from kernels.ops.pack import Record, gather, pack, window_rows, window_values
 from kernels.pages import PoolFull
 from kernels.replay import Starts
@@ -178,8 +178,7 @@ class StatePool:
             "tokens": self.tokens[slot, :length].clone(),
             **self.kv.records(slot, length),
         }
-        for name, ring, rows in self._rings(length):
-            tensors[name] = self._read_ring(ring, slot, rows)
+        tensors |= {name: self._read_ring(ring, slot, rows) for name, ring, rows in self._rings(length)}
         for layer, pair in self.pair.items():
             tensors[f"pair.{layer}"] = pair[slot, self._pair_index(length)].cpu()
         return tensors
@@ -196,15 +195,15 @@ class StatePool:
         length = int(tensors["length"])
         # Every tensor is checked before any is written, so that a bad one leaves the slot as it was.
         self._check_prefix(slot, length, tensors)
-        starts = Starts(*_checked(tensors, "starts", (4,), torch.int64).tolist())
+        starts = Starts(*checked(tensors, "starts", (4,), torch.int64).tolist())
         if length < starts.whole:
             raise ValueError(f"imported state of {length} tokens lacks rows of {starts.whole} replayed ones")
         row_bytes = self.kv.layout.window_bytes
         for name, ring, rows in self._rings(length):
-            _checked(tensors, name, (len(ring), len(rows), row_bytes), torch.uint8)
+            checked(tensors, name, (len(ring), len(rows), row_bytes), torch.uint8)
         pair_rows = self._pair_index(length)
         for layer, pair in self.pair.items():
-            _checked(tensors, f"pair.{layer}", (len(pair_rows), *pair.shape[2:]), pair.dtype)
+            checked(tensors, f"pair.{layer}", (len(pair_rows), *pair.shape[2:]), pair.dtype)
         self._write_prefix(slot, length, tensors)
         for name, ring, rows in self._rings(length):
             self._write_ring(ring, slot, rows, tensors[name])
@@ -227,17 +226,16 @@ class StatePool:
             raise ValueError("imported state lacks tokens")
         length, window = tensors["tokens"].numel(), self.config.sliding_window
         self._check_prefix(slot, length, tensors)
-        ring, rows = self.swa[: self.config.first_decoder_layer], self._ring_index(length, window - 1)
-        if "swa" in tensors:
-            _checked(tensors, "swa", (len(ring), len(rows), self.kv.layout.window_bytes), torch.uint8)
-        self._write_prefix(slot, length, tensors)
-        if "swa" in tensors:
-            self._write_ring(ring, slot, rows, tensors["swa"])
-            self._starts[slot] = Starts()
-            self._begin(slot, length, max(0, length - window + 1))
-        else:
+        if "swa" not in tensors:
+            self._write_prefix(slot, length, tensors)
             self._starts[slot] = replay.after_prefix(length, window)
             self._begin(slot, self._starts[slot].encoder, self._starts[slot].encoder)
+            return
+        ring, rows = self.swa[: self.config.first_decoder_layer], self._ring_index(length, window - 1)
+        checked(tensors, "swa", (len(ring), len(rows), self.kv.layout.window_bytes), torch.uint8)
+        self._write_prefix(slot, length, tensors)
+        self._write_ring(ring, slot, rows, tensors["swa"])
+        self._begin(slot, length, max(0, length - window + 1))
 
     def windows(self, slot: int, length: int) -> torch.Tensor | None:
         """Window rows of the layers before the decoder, as they were at `length` tokens: uint8 [layers, min(length,
@@ -259,9 +257,9 @@ class StatePool:
             raise ValueError(f"slot {slot} holds {self._length[slot]} tokens, only an empty one imports")
         if not 0 <= length <= self._room[slot]:
             raise ValueError(f"imported state of {length} tokens does not fit in {self._room[slot]}")
-        _checked(tensors, "tokens", (length,), self.tokens.dtype)
+        checked(tensors, "tokens", (length,), self.tokens.dtype)
         for name, shape in self.kv.shapes(length).items():
-            _checked(tensors, name, shape, torch.uint8)
+            checked(tensors, name, shape, torch.uint8)
 
     def _write_prefix(self, slot: int, length: int, tensors: dict[str, torch.Tensor]) -> None:
         self.tokens[slot, :length] = tensors["tokens"]
@@ -297,14 +295,3 @@ class StatePool:
     def _need(self, slot: int) -> None:
         if slot not in self._used:
             raise ValueError(f"slot {slot} is not in use")
-
-
-def _checked(
-    tensors: dict[str, torch.Tensor], name: str, shape: tuple[int, ...], dtype: torch.dtype
-) -> torch.Tensor:
-    if name not in tensors:
-        raise ValueError(f"imported state lacks {name}")
-    got = tensors[name]
-    if tuple(got.shape) != tuple(shape) or got.dtype != dtype:
-        raise ValueError(f"imported {name} is {got.dtype} {list(got.shape)}, expected {dtype} {list(shape)}")
-    return got

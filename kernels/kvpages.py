@@ -105,3 +105,15 @@ def num_tile_blocks(num_tokens: int) -> int:
     """The same, as many more as it takes to fill whole key tiles at any ratio."""
     tile_tokens = KEY_TILE * _RATIO
     return -(-num_tokens // tile_tokens) * tile_tokens // BLOCK_TOKENS
+
+
+def checked(
+    tensors: dict[str, torch.Tensor], name: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    """The tensor `name` of an imported state. Raises ValueError when it is missing, misshapen or of another type."""
+    if name not in tensors:
+        raise ValueError(f"imported state lacks {name}")
+    got = tensors[name]
+    if tuple(got.shape) != tuple(shape) or got.dtype != dtype:
+        raise ValueError(f"imported {name} is {got.dtype} {list(got.shape)}, expected {dtype} {list(shape)}")
+    return got
