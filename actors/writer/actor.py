@@ -49,8 +49,10 @@ MAX_WORK_BYTES = 256 * 1024 * 1024
 """Payloads being pulled and written at a time; what comes on top of them is refused."""
 
 ROOM_INTERVAL_S = 1.0
+"""How long no room is asked for after none came. Where it comes, more is asked for as soon as it is used up."""
+
 ROOM_S = 2.0
-"""How often more room is asked for, and how long an answer may take."""
+"""How long an answer may take, and then the room."""
 
 PULL_S = 10.0
 """How long the payloads of a store may take to come."""
@@ -84,7 +86,8 @@ class Writer(Actor):
         self._num_unread: int | None = None
         self._num_stores = 0
         self._work_bytes = 0
-        self._room: asyncio.Task[None] | None = None
+        self._room: asyncio.Task[bool] | None = None
+        self._has_freed = asyncio.Event()
         self._room_at_s = 0.0
         self._suspects: OrderedDict[Place, bytes] = OrderedDict()
         self._checking: asyncio.Task[None] | None = None
@@ -161,16 +164,20 @@ class Writer(Actor):
         return await self._disk.store(places, blocks, approximate=message.approximate)
 
     async def _take(self, layout: Layout, num: int) -> Sequence[Place]:
-        """Places to write in; more room is asked for before it runs out. Raises `BusError(overloaded)`."""
-        places = self.slots.take(layout, num)
+        """Places to write in; more room is asked for before it runs out, and waited for when it has.
+
+        Raises `BusError(overloaded)`.
+        """
         low = max(self._num_slots(layout) // 8, 1)
-        if places is None or self.slots.num_free(layout) < low:
+        give_up_s = self.now_s() + ROOM_S
+        while (places := self.slots.take(layout, num)) is None and self.now_s() < give_up_s:
             asking = self._ask_for_room(layout, max(2 * low, num))
-            if places is None and asking is not None:
-                await asyncio.wait([asking])
-                places = self.slots.take(layout, num)
+            if asking is None or not await asyncio.shield(asking):
+                break
         if places is None:
             raise fail(Code.OVERLOADED, f"writer {self.id} has {self.slots.num_free(layout)} free slots of {num}")
+        if self.slots.num_free(layout) < low:
+            self._ask_for_room(layout, 2 * low)
         return places
 
     # Room
@@ -180,18 +187,19 @@ class Writer(Actor):
         num = (self._slab_bytes - HEADER_BYTES) // (HEADER_BYTES + layout[0])
         return min(max(num, 1), 1 << SLOT_BITS)
 
-    def _ask_for_room(self, layout: Layout, num: int) -> asyncio.Task[None] | None:
+    def _ask_for_room(self, layout: Layout, num: int) -> asyncio.Task[bool] | None:
         """The asking that is under way; None if it is too early for another one."""
         if self._room is not None and not self._room.done():
             return self._room
         if self._num_unread != 0 or self.now_s() < self._room_at_s:
             return None
-        self._room_at_s = self.now_s() + ROOM_INTERVAL_S
         self._room = self.spawn(self._make_room(layout, num))
         return self._room
 
-    async def _make_room(self, layout: Layout, num: int) -> None:
+    async def _make_room(self, layout: Layout, num: int) -> bool:
+        """Whether there is more room now. If not, nobody asks again for a while."""
         await self._disk.free(self.slots.stuck())
+        self._has_freed.clear()
         slab = Slab(layout[0], self._num_slots(layout), layout[1], epoch=1)
         try:
             for held in self.slots.empty(layout):
@@ -200,8 +208,14 @@ class Writer(Actor):
             made = await self.bus.ask(MAKE_ROOM.any(), request, timeout_s=ROOM_S)
             if made.may_add:
                 await self._disk.create(self.bus.seams.random.getrandbits(SLAB_BITS), slab)
-        except (OSError, BusError) as error:
-            log.warning("writer %s gets no room for %d blocks of %d bytes: %s", self.id, num, layout[0], error)
+            else:
+                async with asyncio.timeout(ROOM_S):
+                    await self._has_freed.wait()
+            return True
+        except (OSError, BusError) as error:  # TimeoutError is an OSError, too
+            log.warning("writer %s gets no room for %d blocks of %d bytes: %r", self.id, num, layout[0], error)
+        self._room_at_s = self.now_s() + ROOM_INTERVAL_S
+        return False
 
     # Slabs that come and go
 
@@ -254,6 +268,7 @@ class Writer(Actor):
     async def _finish_drop(self, places: Sequence[Place], envelope: Envelope) -> None:
         await self._publish()
         await self._disk.free(places)
+        self._has_freed.set()
         await envelope.answer(Taken())
 
     async def _on_failed(self, message: BlocksFailed, envelope: Envelope) -> None:
