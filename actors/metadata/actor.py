@@ -37,7 +37,7 @@ log = logging.getLogger("shoal.metadata")
 MAX_HINTS = 4
 """Snapshots in an answer: the one that counts is of the last block found, or a little before it."""
 
-AT_ONCE = 32_768
+AT_ONCE = 4096
 """Blocks of a dump that are taken over before others have their turn."""
 
 _HOLDERS = (Role.PREFILL, Role.DECODE)
@@ -165,7 +165,8 @@ class Metadata(Actor):
         self.wake()
 
     async def _replace(self, id: str, dump: Dump) -> None:
-        self._shard.clear(self._writers.settle(id, dump.slabs))
+        for _ in self._shard.clear(self._writers.settle(id, dump.slabs)):
+            await asyncio.sleep(0)
         keys: Keys = block_keys.keys(dump.keys)
         locations: Values = location.words(dump.locations)
         for start in range(0, len(keys), AT_ONCE):
@@ -201,3 +202,8 @@ class Metadata(Actor):
             self._writers.lose(self._writers.alive(now_s))
         log.info("metadata %s: %s were the shards, now %s", self.id, before, self._shard.members)
         self._directory.retain(lambda snapshot: bool(self._shard.owns(block_keys.keys(snapshot.key))[0]))
+        self.spawn(self._shed())
+
+    async def _shed(self) -> None:
+        for _ in self._shard.shed():
+            await asyncio.sleep(0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -31,11 +31,13 @@ class Shard:
         return self._table.size_bytes
 
     def set_members(self, others: Sequence[str]) -> bool:
-        """Who else there is. What is another's now is forgotten. True if there may be more of ours: someone left."""
+        """Who else there is. True if there may be more of ours now: someone left."""
         before, self.members = self.members, sorted({self.id, *others})
-        if set(self.members) - set(before):
-            self._table.remove_where(lambda keys, _: ~self.owns(keys))
         return bool(set(before) - set(self.members))
+
+    def shed(self) -> Iterator[None]:
+        """Forget, step by step, what is another's now."""
+        return self._table.sweep(lambda keys, _: ~self.owns(keys))
 
     def owns(self, keys: Keys) -> Flags:
         """Which of these are ours."""
@@ -59,7 +61,7 @@ class Shard:
         """Blocks are no longer at these locations; those known to be elsewhere stay."""
         self._table.remove(keys, locations)
 
-    def clear(self, slabs: Sequence[int]) -> None:
-        """Forget all that is in these slabs."""
+    def clear(self, slabs: Sequence[int]) -> Iterator[None]:
+        """Forget, step by step, all that is in these slabs."""
         numbers = np.array(slabs, dtype=np.uint64)
-        self._table.remove_where(lambda _, locations: np.isin(location.slabs(locations), numbers))
+        return self._table.sweep(lambda _, locations: np.isin(location.slabs(locations), numbers))

@@ -1,22 +1,28 @@
 """Where blocks are: a hash table of 128-bit keys in a few flat arrays, some fifty bytes an entry with its free room.
 
 Open addressing, linear probing; whole arrays of keys at a time, so that a chain of 8,192 blocks is a few numpy calls.
+It grows a little with each call rather than all at once, so none of them takes long.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
 
+from actors.rules.keys import last_of_equal
+
 Keys = npt.NDArray[np.uint64]  # [n, 2]
 Values = npt.NDArray[np.uint64]  # [n]
 Flags = npt.NDArray[np.bool_]  # [n]
+Places = npt.NDArray[np.int64]  # [n]
 
-_MOST_FULL = 0.6
+_MOST_FULL = 0.7
+_GROWTH = 1.4
 _SMALLEST = 1024
-_AT_ONCE = 1 << 18  # entries: what is copied of them at a time is a few megabytes
+_AT_ONCE = 1 << 14
+"""Places looked through, or moved from, at a time: a few milliseconds."""
 _EMPTY, _LIVE, _GONE = np.uint8(0), np.uint8(1), np.uint8(2)
 
 
@@ -24,107 +30,153 @@ class BlockTable:
     """128-bit keys to 64-bit values. Keys are digests: their bits are as good as any hash of them."""
 
     def __init__(self) -> None:
-        self._allocate(_SMALLEST)
+        # The last one is filled; those before it are being moved there.
+        self._arrays = [_Array(_SMALLEST)]
+        self._next = 0  # place of the first array to be moved next
 
     def __len__(self) -> int:
-        return self._num_live
+        return sum(array.num_live for array in self._arrays)
 
     @property
     def size_bytes(self) -> int:
         """Bytes of all arrays, free room included."""
-        return self._keys.nbytes + self._values.nbytes + self._states.nbytes
+        return sum(array.size_bytes for array in self._arrays)
 
-    def find(self, keys: Keys) -> tuple[Values, npt.NDArray[np.bool_]]:
+    def find(self, keys: Keys) -> tuple[Values, Flags]:
         """The values of `keys` [n, 2], and which of them are here."""
-        at = self._places(keys)
-        there = at >= 0
         values = np.zeros(len(keys), dtype=np.uint64)
-        values[there] = self._values[at[there]]
+        there = np.zeros(len(keys), dtype=np.bool_)
+        for array, numbers, at in self._places(keys):
+            values[numbers] = array.values[at]
+            there[numbers] = True
         return values, there
 
     def put(self, keys: Keys, values: Values) -> None:
         """Set the values of `keys`; of equal keys the last one counts."""
-        if not len(keys):
-            return
-        self._reserve(len(keys))
-        at = self._places(keys)
-        known = at >= 0
-        self._values[at[known]] = values[known]
-        if known.all():
-            return
-        fresh = np.flatnonzero(~known)[::-1]
-        # Of equal new keys only the last goes in: the first one from behind.
-        _, first = np.unique(keys[fresh], axis=0, return_index=True)
-        self._insert(keys[fresh[first]], values[fresh[first]])
+        last = last_of_equal(keys)
+        keys, values = keys[last], values[last]
+        is_new = np.ones(len(keys), dtype=np.bool_)
+        for array, numbers, at in self._places(keys):
+            array.values[at] = values[numbers]
+            is_new[numbers] = False
+        self._reserve(int(is_new.sum()))
+        self._arrays[-1].insert(keys[is_new], values[is_new])
 
     def remove(self, keys: Keys, values: Values) -> Flags:
         """Forget `keys`, where they are here with these values: for each whether it was."""
-        at = self._places(keys)
-        there = at >= 0
-        there[there] = self._values[at[there]] == values[there]
-        gone = np.unique(at[there])
-        self._states[gone] = _GONE
-        self._num_live -= len(gone)
-        return there
+        gone = np.zeros(len(keys), dtype=np.bool_)
+        for array, numbers, at in self._places(keys):
+            same = array.values[at] == values[numbers]
+            gone[numbers[same]] = True
+            array.remove(np.unique(at[same]))
+        return gone
 
-    def remove_where(self, is_gone: Callable[[Keys, Values], Flags]) -> int:
-        """Forget all that `is_gone` says, which is asked of so many at a time; how many those were."""
-        before = self._num_live
-        for start in range(0, len(self._states), _AT_ONCE):
-            live = start + np.flatnonzero(self._states[start : start + _AT_ONCE] == _LIVE)
-            gone = live[is_gone(self._keys[live], self._values[live])]
-            self._states[gone] = _GONE
-            self._num_live -= len(gone)
-        return before - self._num_live
+    def sweep(self, is_gone: Callable[[Keys, Values], Flags]) -> Iterator[None]:
+        """Forget all that `is_gone` says, which is asked of some at a time. Between steps the table may be used."""
+        swept: list[_Array] = []
+        # Entries move from earlier arrays to later ones, so none gets past.
+        while left := [array for array in self._arrays if array not in swept]:
+            for start in range(0, left[0].capacity, _AT_ONCE):
+                at = left[0].live(start)
+                left[0].remove(at[is_gone(left[0].keys[at], left[0].values[at])])
+                yield
+            swept.append(left[0])
 
-    def items(self) -> tuple[Keys, Values]:
-        """All keys and values, in no order."""
-        live = self._states == _LIVE
-        return self._keys[live], self._values[live]
-
-    def _allocate(self, capacity: int) -> None:
-        self._keys = np.zeros((capacity, 2), dtype=np.uint64)
-        self._values = np.zeros(capacity, dtype=np.uint64)
-        self._states = np.zeros(capacity, dtype=np.uint8)
-        self._mask = np.uint64(capacity - 1)
-        self._num_live = self._num_used = 0  # used: live, or gone and in somebody's way
+    def _places(self, keys: Keys) -> Iterator[tuple[_Array, Places, Places]]:
+        """Of each array, the numbers of the keys that are there, and their places."""
+        left = np.arange(len(keys))
+        for array in reversed(self._arrays):
+            at = array.places(keys[left])
+            there = at >= 0
+            yield array, left[there], at[there]
+            left = left[~there]
 
     def _reserve(self, num_new: int) -> None:
-        capacity = len(self._states)
-        if self._num_used + num_new <= capacity * _MOST_FULL:
+        """Have room for so many, and move on with what is to be moved."""
+        num_places = max(_AT_ONCE, 4 * num_new)  # more than it takes to be done before there is no room again
+        if len(self._arrays) > 1:
+            self._move(num_places)
+        if self._arrays[-1].has_room(num_new + sum(array.num_live for array in self._arrays[:-1])):
             return
-        keys, values = self.items()
-        while len(keys) + num_new > capacity * _MOST_FULL / 1.5:
-            capacity *= 2
-        self._allocate(capacity)
-        self._insert(keys, values)
+        if len(self._arrays) > 1:
+            self._move(self._arrays[0].capacity)
+        self._arrays.append(_Array(max(_SMALLEST, int((len(self) + num_new) * _GROWTH / _MOST_FULL))))
+        self._move(num_places)
 
-    def _places(self, keys: Keys) -> npt.NDArray[np.int64]:
+    def _move(self, num_places: int) -> None:
+        source, target = self._arrays[0], self._arrays[-1]
+        end = min(self._next + num_places, source.capacity)
+        for start in range(self._next, end, _AT_ONCE):
+            at = source.live(start)
+            target.insert(source.keys[at], source.values[at])
+            source.remove(at)
+        self._next = end
+        if not source.num_live:
+            del self._arrays[0]
+            self._next = 0
+
+
+class _Array:
+    """A table that does not grow. The place of a removed entry may be in the way of others until it is used again."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.keys: Keys = np.zeros((capacity, 2), dtype=np.uint64)
+        self.values: Values = np.zeros(capacity, dtype=np.uint64)
+        self._states = np.zeros(capacity, dtype=np.uint8)
+        self.num_live = 0
+        self._num_used = 0  # live, or gone and in somebody's way
+
+    @property
+    def size_bytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes + self._states.nbytes
+
+    def has_room(self, num_new: int) -> bool:
+        return self._num_used + num_new <= self.capacity * _MOST_FULL
+
+    def live(self, start: int) -> Places:
+        """The next `_AT_ONCE` places, as far as there is something."""
+        return start + np.flatnonzero(self._states[start : start + _AT_ONCE] == _LIVE)
+
+    def places(self, keys: Keys) -> Places:
         """The place of each key, -1 for those that are not here."""
         found = np.full(len(keys), -1, dtype=np.int64)
-        left = np.arange(len(keys))
-        at = keys[:, 0] & self._mask
+        left, at = np.arange(len(keys)), self._first(keys)
         while len(left):
-            states = self._states[at]
-            same = (states == _LIVE) & (self._keys[at] == keys[left]).all(1)
+            states, here, wanted = self._states[at], self.keys[at], keys[left]
+            same = (states == _LIVE) & (here[:, 0] == wanted[:, 0]) & (here[:, 1] == wanted[:, 1])
             found[left[same]] = at[same]
-            going = ~same & (states != _EMPTY)
-            left, at = left[going], (at[going] + np.uint64(1)) & self._mask
+            going = np.flatnonzero(~same & (states != _EMPTY))
+            left, at = left[going], (at[going] + 1) % self.capacity
         return found
 
-    def _insert(self, keys: Keys, values: Values) -> None:
+    def insert(self, keys: Keys, values: Values) -> None:
         """Keys that are not here, each once, with room for all."""
-        left = np.arange(len(keys))
-        at = keys[:, 0] & self._mask
+        left, at = np.arange(len(keys)), self._first(keys)
         while len(left):
-            free = np.flatnonzero(self._states[at] == _EMPTY)
-            _, first = np.unique(at[free], return_index=True)  # of those that want one place, one gets it
-            taken = free[first]
-            place = at[taken]
-            self._keys[place], self._values[place] = keys[left[taken]], values[left[taken]]
+            numbers = left.astype(np.uint64)
+            states = self._states[at]
+            free = states != _LIVE
+            # Each says that a free place is its own. Of those that want one place, the last to say so gets it.
+            self.values[at[free]] = numbers[free]
+            won = free & (self.values[at] == numbers)
+            place, winners = at[won], left[won]
+            self.keys[place], self.values[place] = keys[winners], values[winners]
+            self._num_used += int((states[won] == _EMPTY).sum())
             self._states[place] = _LIVE
-            going = np.ones(len(left), dtype=bool)
-            going[taken] = False
-            left, at = left[going], (at[going] + np.uint64(1)) & self._mask
-        self._num_live += len(keys)
-        self._num_used += len(keys)
+            left, at = left[~won], (at[~won] + 1) % self.capacity
+        self.num_live += len(keys)
+
+    def remove(self, at: Places) -> None:
+        """Forget what is at these places, each named once."""
+        self.num_live -= len(at)
+        self._states[at] = _GONE
+        # What has nothing behind it is in nobody's way.
+        while len(at := at[(self._states[at] == _GONE) & (self._states[(at + 1) % self.capacity] == _EMPTY)]):
+            self._states[at] = _EMPTY
+            self._num_used -= len(at)
+            at = (at - 1) % self.capacity
+
+    def _first(self, keys: Keys) -> Places:
+        """Where to begin to look: by the key's highest bits."""
+        return ((keys[:, 0] >> np.uint64(32)) * np.uint64(self.capacity) >> np.uint64(32)).astype(np.int64)

@@ -31,6 +31,15 @@ def owners(wanted: Keys, members: Sequence[str]) -> npt.NDArray[np.int64]:
     return chosen
 
 
+def last_of_equal(many: Keys) -> npt.NDArray[np.int64]:
+    """The place of each different key, of equal ones the last."""
+    order = np.lexsort((many[:, 1], many[:, 0]))  # equal ones stay in order
+    ordered = many[order]
+    is_last = np.ones(len(many), dtype=np.bool_)
+    is_last[:-1] = (ordered[1:] != ordered[:-1]).any(1)
+    return order[is_last]
+
+
 def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """SplitMix64's finaliser."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -11,15 +11,17 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
+from actors.kvstore.actor import KVStore
 from actors.metadata.actor import Metadata
 from actors.rules import keys as block_keys
 from actors.rules import location
 from actors.rules.location import Location
 from bus.actor import Actor, Envelope, Handler
 from bus.bulk import Bulk
-from bus.bus import Bus, BusError, Delivery
+from bus.bus import Bus, Delivery
 from bus.memory import MemoryWire
-from bus.subjects import ADOPT, DROP, DROPPED, DUMP, FIND, STORED, Subject
+from bus.memory_files import MemoryFiles, MemoryFolder
+from bus.subjects import ADOPT, DROP, DROPPED, DUMP, FIND, MAKE_ROOM, STORED, Subject
 from run.simulator import RecordingBroker, World
 from schemas.bulk import Handle
 from schemas.cache import (
@@ -31,12 +33,14 @@ from schemas.cache import (
     DropBlocks,
     DumpBlocks,
     FindBlocks,
+    MakeRoom,
     Snapshot,
 )
 from schemas.message import Role
 from schemas.request import Taken
 from schemas.routing import LoadReported
 
+SLAB_BYTES = 1000
 ROOT = b"a space's root.."
 
 
@@ -192,6 +196,18 @@ class Cache(World):
         await self.add(writer)
         return writer
 
+    async def with_kvstore(self, id: str, folder: MemoryFolder, budget_bytes: int) -> KVStore:
+        name = f"kvstore/{id}"
+        store = KVStore(id, await self.bus(name), await self.bulk(name), MemoryFiles(folder), budget_bytes)
+        await self.add(store)
+        return store
+
+    async def make_room(self, writer: str, num_slots: int, slab_bytes: int = SLAB_BYTES) -> bool:
+        """Whether the writer may add a slab."""
+        room = MakeRoom(writer=writer, num_slots=num_slots, slab_bytes=slab_bytes)
+        made = await self.client.ask(MAKE_ROOM.any(), room, timeout_s=5)
+        return made.may_add
+
     async def find(self, id: str, keys: Sequence[bytes]) -> BlocksFound:
         return await self.client.ask(FIND.at(id), FindBlocks(keys=b"".join(keys)), timeout_s=5)
 
@@ -199,13 +215,6 @@ class Cache(World):
         """The locations of the keys that are found, each asked for by itself; -1 for none."""
         answers = [await self.find(id, [key]) for key in keys]
         return [int.from_bytes(answer.locations, "little") if answer.locations else -1 for answer in answers]
-
-    async def tries(self, subject: Any, message: Any) -> Any:
-        """An ask's answer, or its failure."""
-        try:
-            return await self.client.ask(subject, message, timeout_s=5)
-        except BusError as error:
-            return error
 
 
 @asynccontextmanager
