@@ -7,7 +7,7 @@ import errno
 import hashlib
 import logging
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -56,6 +56,9 @@ ROOM_S = 2.0
 
 PULL_S = 10.0
 """How long the payloads of a store may take to come."""
+
+NUM_SCANS = 4
+"""Slabs read through at a time after a start: one alone waits for the disk, slot by slot."""
 
 RETRY_S = 5.0
 """When a folder that could not be listed is tried again."""
@@ -229,11 +232,16 @@ class Writer(Actor):
             except OSError as error:
                 log.error("writer %s cannot list its folder: %s", self.id, error)
                 await asyncio.sleep(RETRY_S)
-        for info, (number, _) in ours:
-            await self._disk.take_over(number, info.size_bytes)
-            await self._publish()
-            self._num_unread -= 1
+        waiting = iter([(number, info.size_bytes) for info, (number, _) in ours])
+        await asyncio.gather(*(self._take_over_each(waiting) for _ in range(NUM_SCANS)))
         await self.report_load()
+
+    async def _take_over_each(self, waiting: Iterator[tuple[int, int]]) -> None:
+        for number, size_bytes in waiting:
+            await self._disk.take_over(number, size_bytes)
+            await self._publish()
+            assert self._num_unread is not None
+            self._num_unread -= 1
 
     async def _on_adopt(self, message: AdoptSlab, envelope: Envelope) -> Message | None:
         parsed = parse_name(message.name)
