@@ -27,6 +27,8 @@ class Lookups:
 
         Returns early, with nothing, when the request is over.
         """
+        if not questions:
+            return {}
         over = self._over[request_id] = asyncio.get_running_loop().create_future()
         asking = asyncio.gather(*(self._find(shard, question) for shard, question in questions.items()))
         try:

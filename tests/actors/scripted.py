@@ -18,7 +18,7 @@ from bus import subjects
 from bus.actor import Actor, Envelope, Handler
 from bus.bus import Bus
 from bus.subjects import CLAIM, SHORTENED, SUBMIT, TOKENS, TOUCHED, Address, Subject
-from run.simulator import World
+from run.simulator import RecordingBroker, World
 from run.virtual import run_virtual
 from schemas.bulk import Handle
 from schemas.cache import (
@@ -232,8 +232,8 @@ async def until(is_so: Callable[[], bool]) -> None:
 
 
 @asynccontextmanager
-async def scene(num_shards: int = 2, space: str | None = "space") -> AsyncIterator[Scene]:
-    world = Scene(0)
+async def scene(num_shards: int, space: str | None, broker: RecordingBroker | None) -> AsyncIterator[Scene]:
+    world = Scene(0, broker)
     try:
         world.recipe = Recipe("rc0", await world.bus("recipe/rc0"))
         await world.add(world.recipe)
@@ -249,9 +249,16 @@ async def scene(num_shards: int = 2, space: str | None = "space") -> AsyncIterat
         await world.stop()
 
 
-def played(play: Callable[[Scene], Awaitable[None]], num_shards: int = 2, space: str | None = "space") -> None:
+def played(
+    play: Callable[[Scene], Awaitable[None]],
+    num_shards: int = 2,
+    space: str | None = "space",
+    broker: RecordingBroker | None = None,
+) -> None:
+    """Run a test in a scene of its own."""
+
     async def main() -> None:
-        async with scene(num_shards, space) as world:
+        async with scene(num_shards, space, broker) as world:
             await play(world)
 
     run_virtual(main())

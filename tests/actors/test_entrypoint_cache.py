@@ -11,12 +11,13 @@ from msgspec import structs
 from actors.entrypoint.actor import FRESH_S
 from actors.rules.chain import BLOCK_TOKENS, root
 from bus.actor import HEARTBEAT_S
-from bus.lookup import LOOKUP_S
+from bus.lookup import DESCRIBE_S, LOOKUP_S
 from bus.subjects import CANCEL, RESEND
 from schemas.message import Role
 from schemas.request import Cancel, Cancelled, Failed, Finished, FinishReason, Limits, Resend
 from tests.actors.builders import prompt_bytes, submit
 from tests.actors.scripted import Scene, played, until
+from tests.actors.test_lossy_bus import LossyBroker
 
 STOP = Finished(reason=FinishReason.STOP)
 LONG = 10 * BLOCK_TOKENS + 5
@@ -270,3 +271,41 @@ def test_a_prompt_of_a_million_tokens_is_found() -> None:
         assert [end for end, _ in prefix.snapshots] == [8191, 8190]
 
     played(play)
+
+
+@pytest.mark.parametrize(("verb", "one_in"), [("find", 3), ("find", 5), ("load", 2), ("load", 3), ("touched", 2)])
+def test_lost_and_doubled_messages_shorten_prefixes_and_do_nothing_else(verb: str, one_in: int) -> None:
+    broker = LossyBroker(lambda subject: subject.endswith(verb), one_in)
+
+    async def play(world: Scene) -> None:
+        found = []
+        for number in range(12):
+            request = submit(f"r{number}", num_tokens=LONG)
+            world.store(request, range(10))
+            prefix = (await world.placed(request)).prefix
+            if prefix is not None:
+                assert prefix.keys == b"".join(world.keys(request))
+                assert prefix.locations == locations(range(len(prefix.locations) // 8))
+                found.append(prefix.num_blocks)
+            await asyncio.sleep(HEARTBEAT_S)
+        assert 9 in found and broker.num_lost > 0
+        if verb == "touched":
+            assert found == [9] * 12
+
+    played(play, broker=broker)
+
+
+def test_a_lost_description_is_asked_for_again() -> None:
+    lost: list[str] = []
+
+    def is_first(subject: str) -> bool:
+        is_it = subject.endswith("describe") and not lost
+        lost.extend([subject] * is_it)
+        return is_it
+
+    async def play(world: Scene) -> None:
+        assert lost and (await world.placed(submit("r1", num_tokens=LONG))).prefix is None
+        await asyncio.sleep(DESCRIBE_S + HEARTBEAT_S)
+        assert (await world.placed(submit("r2", num_tokens=LONG))).prefix is not None
+
+    played(play, broker=LossyBroker(is_first, 1))
