@@ -100,10 +100,10 @@ def test_a_quantised_model_replays_decodes_drafts_and_moves(short: Path) -> None
 
 
 def run(model: Model, device: torch.device) -> dict[str, torch.Tensor]:
-    """Logits of a replayed prompt beside an exact one, of a decode step after moving, and of a draft."""
+    """Logits of a replayed prompt beside an exact one, of a step after moving and behind windows, and of a draft."""
     assert model.drafter is not None
     outcome = {}
-    pool = StatePool(model.config, 3, 128, 5, drafts=True, device=device)
+    pool = StatePool(model.config, 4, 128, 5, drafts=True, device=device)
     slot, other = pool.alloc(), pool.alloc()
     pool.plan_replay(slot, 3)
     assert model.config.image_token_id is not None
@@ -112,6 +112,12 @@ def run(model: Model, device: torch.device) -> dict[str, torch.Tensor]:
     moved, state = pool.alloc(), pool.export(slot)
     assert not any(is_marked(array) for array in state.values())
     pool.import_(moved, state)
-    outcome["decode"] = model.logits(model.forward(Batch.last_rows([(moved, 3, [50]), (other, 1, [51])]), pool)).cpu()
+    resumed, windows = pool.alloc(), pool.windows(slot, 2)
+    assert windows is not None
+    outcome["windows"], outcome["payloads"] = windows, pool.kv.payloads(slot, 0, 1)
+    assert not any(is_marked(outcome[name]) for name in ("windows", "payloads"))
+    pool.import_prefix(resumed, {"tokens": state["tokens"][:2], "swa": windows, **pool.kv.records(slot, 2)})
+    batch = Batch.last_rows([(moved, 3, [50]), (other, 1, [51]), (resumed, 2, [42])])
+    outcome["decode"] = model.logits(model.forward(batch, pool)).cpu()
     outcome["draft"] = model.drafter.draft([(moved, 52)], [Sampling(0.0, 1.0, 0)], pool).logits.cpu()
     return outcome
