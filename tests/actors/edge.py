@@ -172,6 +172,7 @@ class Edge:
     entrypoint: FakeEntrypoint
     recipe: Recipe
     gateway: Gateway
+    quota: Quota
     tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     wires: dict[str, MemoryWire] = field(default_factory=dict)
 
@@ -182,6 +183,18 @@ class Edge:
     async def client(self, tenant: str = "") -> Inbox:
         """A NATS client of its own; with a tenant, that one's user."""
         return await Inbox.open(self.broker, tenant)
+
+    async def start(self, name: str, actor: Actor) -> None:
+        """Run an actor under this name until the end. Raises what ended it, if that came before it was ready."""
+        assert isinstance(actor.bus.wire, MemoryWire)
+        self.wires[name] = actor.bus.wire
+        ready = asyncio.Event()
+        self.tasks[name] = asyncio.create_task(actor.run(ready.set), name=name)
+        waiting = asyncio.create_task(ready.wait())
+        await asyncio.wait([self.tasks[name], waiting], return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        if self.tasks[name].done():
+            self.tasks[name].result()
 
     async def kill(self, name: str) -> None:
         """End an actor without a word."""
@@ -250,18 +263,10 @@ async def edge(
     recipe = Recipe("rc0", buses[1], bulks[1], card, known)
     gateway = Gateway("g0", buses[2], bulks[2], port=0, keys=Keys.parse(keys, known))
     quota = Quota("q0", buses[3], known)
-    system = Edge(broker, hub, card, entrypoint, recipe, gateway)
+    system = Edge(broker, hub, card, entrypoint, recipe, gateway, quota)
     try:
-        for name, actor, bus in zip("ergq", (entrypoint, recipe, gateway, quota), buses, strict=True):
-            assert isinstance(bus.wire, MemoryWire)
-            system.wires[name] = bus.wire
-            ready = asyncio.Event()
-            system.tasks[name] = asyncio.create_task(actor.run(ready.set), name=name)
-            waiting = asyncio.create_task(ready.wait())
-            await asyncio.wait([system.tasks[name], waiting], return_when=asyncio.FIRST_COMPLETED)
-            waiting.cancel()
-            if system.tasks[name].done():
-                system.tasks[name].result()
+        for name, actor in zip("ergq", (entrypoint, recipe, gateway, quota), strict=True):
+            await system.start(name, actor)
         yield system
     finally:
         crashed = [task for task in system.tasks.values() if task.done() and not task.cancelled()]

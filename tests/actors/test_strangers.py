@@ -77,6 +77,36 @@ def test_a_client_cannot_answer_our_asks(run_async: Run, nats_server: ServerConf
     run_async(main())
 
 
+def test_tenants_are_answered_each_in_its_own_inbox(run_async: Run, nats_server: ServerConfig, card: ModelCard) -> None:
+    """A real broker, a real recipe: a request gets its answer, and nobody else's answer can be led there."""
+
+    async def main() -> None:
+        async with recipe_on(nats_server, card):
+            users = [*nats_server.tenants, nats_server.clients[0]]
+            strangers = [await Stranger.connect(nats_server, user) for user in users]
+            inboxes = [
+                await stranger.client.subscribe(f"{user.inbox_prefix}.>")
+                for stranger, user in zip(strangers, users, strict=True)
+            ]
+            for stranger in strangers:
+                await stranger.settle()
+            for stranger, user in zip(strangers, users, strict=True):
+                for other in users:
+                    subject = api(Protocol.MODELS, user.tenant)
+                    await stranger.client.publish(subject, b"", reply=f"{other.inbox_prefix}.{user.user}")
+                answer = await stranger.client.request(api(Protocol.MODELS, user.tenant), b"", timeout=TIMEOUT_S)
+                assert json.loads(answer.data)["object"] == "list"
+            for stranger, inbox, user in zip(strangers, inboxes, users, strict=True):
+                await stranger.settle()
+                while inbox.pending_msgs:
+                    message: Any = await inbox.next_msg(timeout=TIMEOUT_S)
+                    assert message.subject.startswith(f"{user.inbox_prefix}.")
+                    assert message.subject.rpartition(".")[2] not in {u.user for u in users if u is not user}
+                await stranger.client.close()
+
+    run_async(main())
+
+
 def test_a_long_reply_does_not_cost_our_connection(run_async: Run, nats_server: ServerConfig, card: ModelCard) -> None:
     async def main() -> None:
         user = nats_server.clients[0]

@@ -123,6 +123,47 @@ def test_one_client_does_not_hear_what_another_gets(run_async: Run, nats_server:
     run_async(main())
 
 
+def test_a_tenants_user_is_that_tenant_and_no_other(run_async: Run, nats_server: ServerConfig) -> None:
+    """It publishes on its own subjects only, however they are spelt, and hears its own inbox only."""
+
+    async def main() -> None:
+        wire = await internal(nats_server)
+        heard: list[Delivery] = []
+        for subject in ("shoal.api.messages", "shoal.api.*.messages", "shoal.recipe.>", "_INBOX.>", "$SRV.>"):
+            await wire.subscribe(subject, heard.append)
+        await wire.flush()
+        acme, beta = nats_server.tenants
+        plain = nats_server.clients[0]
+        user = await Stranger.connect(nats_server, acme)
+        for subject in (
+            *("shoal.api.beta.messages", "shoal.api.messages", "shoal.api.public.messages", "shoal.api.a.b.messages"),
+            *("shoal.api.*.messages", "shoal.api.>", "shoal.api.acme", "shoal.recipe.any.call", "$SRV.PING"),
+            *("shoal.api.ACME.messages", "shoal.api.acme.messages.x", "shoal.api.acme-2.messages"),
+            *(f"{beta.inbox_prefix}.r", f"{plain.inbox_prefix}.r"),
+        ):
+            await user.client.publish(subject, b"!")
+            assert await user.is_refused(subject), f"publishing to {subject}"
+        for subject in (">", "shoal.api.acme.*", "_INBOX.tenant.*.>", f"{beta.inbox_prefix}.>", "_INBOX.tenant.acme"):
+            await user.client.subscribe(subject)
+            assert await user.is_refused(subject), f"listening on {subject}"
+        client = await Stranger.connect(nats_server, plain)
+        for subject in ("shoal.api.acme.messages", "shoal.api.*.messages", f"{acme.inbox_prefix}.r"):
+            await client.client.publish(subject, b"!")
+            assert await client.is_refused(subject), f"publishing to {subject}"
+        for subject in ("shoal.api.>", "shoal.api.*"):  # as good as any word: let through, and heard by nobody
+            await client.client.publish(subject, b"!")
+        await client.settle()
+        await user.client.publish("shoal.api.acme.messages", b"mine")
+        await user.settle()
+        await wire.flush()
+        assert [(delivery.subject, delivery.body) for delivery in heard] == [("shoal.api.acme.messages", b"mine")]
+        for stranger in (user, client):
+            await stranger.client.close()
+        await wire.close()
+
+    run_async(main())
+
+
 def test_a_client_user_can_use_our_wire_within_its_prefix(run_async: Run, nats_server: ServerConfig) -> None:
     async def main() -> None:
         user = nats_server.clients[0]

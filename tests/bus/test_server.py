@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from nats.aio.client import Client
 
 from bus.bus import BusError
 from bus.server import EmbeddedServer, ServerConfig, command, wait_ready
@@ -33,6 +34,26 @@ def test_only_the_owner_can_read_the_passwords(tmp_path: Path) -> None:
     again = ServerConfig.write(tmp_path / "state", port=0)
     assert again.internal.password != config.internal.password
     assert config.internal.password not in again.path.read_text()
+
+
+def test_tenants_have_users_with_the_passwords_they_were_given(tmp_path: Path) -> None:
+    config = ServerConfig.write(tmp_path, port=0, tenants={"acme": "a#{word};$HOME//"})
+    assert [(user.user, user.tenant, user.inbox_prefix) for user in config.tenants] == [
+        ("acme", "acme", "_INBOX.tenant.acme")
+    ]
+
+    async def main() -> None:
+        server = EmbeddedServer(config)
+        await server.start()
+        try:
+            client = Client()
+            await client.connect(f"nats://127.0.0.1:{config.port}", user="acme", password="a#{word};$HOME//")
+            assert client.is_connected
+            await client.close()
+        finally:
+            await server.stop()
+
+    asyncio.run(main())
 
 
 def test_a_taken_port_is_replaced_by_a_free_one(tmp_path: Path) -> None:

@@ -21,6 +21,13 @@ def test_what_is_set_counts(tmp_path: Path) -> None:
     assert (settings.http_port, settings.model, settings.home) == (0, tmp_path, Path("x").absolute())
 
 
+def test_tenants_are_those_of_the_file(tmp_path: Path) -> None:
+    assert list(Settings.from_environment({}).tenants()) == []
+    (tmp_path / "t.toml").write_text("[tenants.a]")
+    settings = Settings.from_environment({"SHOAL_TENANTS": str(tmp_path / "t.toml")})
+    assert [tenant.name for tenant in settings.tenants()] == ["a"]
+
+
 @pytest.mark.parametrize("port", ["http", "-1", "65536", "8000.0"])
 def test_a_bad_port_names_the_variable(port: str) -> None:
     with pytest.raises(SettingsError, match=f"SHOAL_HTTP_PORT={port}: not a port"):

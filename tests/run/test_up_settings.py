@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from dataclasses import replace
@@ -123,6 +124,40 @@ def test_a_store_of_another_system_is_left_alone(settings: Settings, tmp_path: P
 def test_keys_that_are_none(settings: Settings) -> None:
     with pytest.raises(SettingsError, match="SHOAL_API_KEYS: entry 1"):
         start(replace(settings, api_keys=",,="))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[tenants.a]\nkey = 3", r"SHOAL_TENANTS: .*t\.toml: tenants\.a: unknown key 'key'"),
+        ('[tenants.a]\nkeys = ["SECRET"', r"SHOAL_TENANTS: .*t\.toml: not TOML \("),
+        ("[tenants.a]\ntokens_per_minute = 3", r"SHOAL_TENANTS: .*tenants\.a has limits, but .* add quota/q0"),
+        ('[tenants.a]\nkeys = ["SECRET"]', r"SHOAL_API_KEYS: entry 2: this key of tenant public is also a's"),
+    ],
+)
+def test_tenants_that_are_none(settings: Settings, tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "t.toml").write_text(text)
+    with pytest.raises(SettingsError, match=said) as caught:
+        start(replace(settings, tenants_path=tmp_path / "t.toml", api_keys="x,SECRET"))
+    assert "SECRET" not in str(caught.value) and "\n" not in str(caught.value)
+    assert not settings.home.exists(), "nothing was started"
+
+
+def test_a_tenants_file_that_is_not_there(settings: Settings, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"SHOAL_TENANTS: .*no\.toml: No such file"):
+        start(replace(settings, tenants_path=tmp_path / "no.toml"))
+
+
+@pytest.mark.parametrize(("mode", "is_warned"), [(0o600, False), (0o640, True), (0o604, True)])
+def test_a_tenants_file_that_others_can_read(settings: Settings, tmp_path: Path, mode: int, is_warned: bool) -> None:
+    path, console = tmp_path / "t.toml", Console(record=True, file=io.StringIO(), width=200)
+    path.write_text('[tenants.a]\nkeys = ["SECRET"]')
+    path.chmod(mode)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SettingsError, match="SHOAL_HOME"):  # it gets that far
+        up((), replace(settings, tenants_path=path, home=tmp_path / "file"), console, None)
+    said = console.export_text()
+    assert ("chmod 600" in said) is is_warned and "SECRET" not in said
 
 
 @pytest.mark.parametrize("name", [".", "missing/ready.json"])
