@@ -68,12 +68,13 @@ class SlotsMachine(RuleBasedStateMachine):
         self.writing: dict[Place, None] = {}
         self.freeing: dict[Place, None] = {}
         self.stuck: dict[Place, None] = {}
+        self.past: dict[tuple[bytes, int], None] = {}
         self.num_slabs = 0
 
     def in_hand(self) -> list[Place]:
         return [*self.writing, *self.freeing, *self.stuck]
 
-    @rule(layout=st.sampled_from(LAYOUTS), content=st.dictionaries(st.integers(0, 4), st.integers(0, 40)))
+    @rule(layout=st.sampled_from(LAYOUTS), content=st.dictionaries(st.integers(0, 4), st.integers(0, 11)))
     @precondition(lambda self: self.num_slabs < 6)
     def add(self, layout: tuple[int, bytes], content: dict[int, int]) -> None:
         self.num_slabs += 1
@@ -99,7 +100,7 @@ class SlotsMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.writing)
     def commit(self, data: Any, is_approximate: bool) -> None:
         places = data.draw(st.lists(st.sampled_from(list(self.writing)), unique=True, min_size=1))
-        numbers = data.draw(st.lists(st.integers(0, 20), min_size=len(places), max_size=len(places)))
+        numbers = data.draw(st.lists(st.integers(0, 5), min_size=len(places), max_size=len(places)))
         wanted = self.slots.wanted(array(*numbers), approximate=is_approximate)
         expected = {n for n in numbers if self.best.get(key(n), 2) > is_approximate}
         assert {n for n, flag in zip(numbers, wanted, strict=True) if flag} == expected
@@ -158,6 +159,13 @@ class SlotsMachine(RuleBasedStateMachine):
             del self.best[name]
 
     @rule(data=st.data())
+    @precondition(lambda self: self.past)
+    def drop_what_was_there_once(self, data: Any) -> None:
+        name, location = data.draw(st.sampled_from(list(self.past)))
+        if self.view.blocks.get(name, (b"", -1))[1] != location:
+            assert not self.slots.drop(block_keys.keys(name), np.array([location], np.uint64))
+
+    @rule(data=st.data())
     @precondition(lambda self: self.slots.slabs)
     def forget(self, data: Any) -> None:
         held = data.draw(st.sampled_from(self.slots.slabs))
@@ -174,6 +182,7 @@ class SlotsMachine(RuleBasedStateMachine):
     def all_agree(self) -> None:
         self.view.hear(self.slots)
         assert {name: bool(location & 1) for name, (_, location) in self.view.blocks.items()} == self.best
+        self.past |= {(name, location): None for name, (_, location) in self.view.blocks.items()}
         dump = self.slots.dump()
         told = zip(_split(dump.parents.tobytes()), dump.locations.tolist(), strict=True)
         assert dict(zip(_split(dump.keys.tobytes()), told, strict=True)) == self.view.blocks
@@ -206,7 +215,7 @@ class SlotsMachine(RuleBasedStateMachine):
 
 
 TestSlots = SlotsMachine.TestCase
-TestSlots.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestSlots.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 
 
 def filled(num_slots: int, num_blocks: int) -> Slots:
