@@ -176,6 +176,7 @@ class Writer(Actor):
         while (places := self.slots.take(layout, num)) is None and self.now_s() < give_up_s:
             asking = self._ask_for_room(layout, max(2 * low, num))
             if asking is None or not await asyncio.shield(asking):
+                places = self.slots.take(layout, num)  # slots may have come free all the same
                 break
         if places is None:
             raise fail(Code.OVERLOADED, f"writer {self.id} has {self.slots.num_free(layout)} free slots of {num}")
