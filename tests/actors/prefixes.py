@@ -18,7 +18,7 @@ from actors.rules.location import Location, file_name
 from actors.rules.slab import Slab, pack_slot
 from bus.actor import Actor, Envelope, Handler
 from bus.bulk import Bulk
-from bus.bus import Bus
+from bus.bus import Bus, BusError
 from bus.memory_files import MemoryFiles
 from bus.subjects import (
     CANCEL_PREFILL,
@@ -111,7 +111,11 @@ class Sink(Actor):
         self.spawn(self._take(offer, envelope))
 
     async def _take(self, offer: HandOver, envelope: Envelope) -> None:
-        state = await self._bulk.pull(offer.state, timeout_s=5)
+        try:
+            state = await self._bulk.pull(offer.state, timeout_s=5)
+        except BusError as error:  # withdrawn
+            await envelope.answer(error.failure)
+            return
         self.taken[offer.request_id] = (offer, state)
         self.order.append(offer.request_id)
         await envelope.answer(HandedOver())
@@ -262,9 +266,9 @@ class Stand(World):
         return structs.replace(prefix, **fields)
 
     async def send(self, id: str, prompt: Tokens, prefix: CachedPrefix | None, **fields: Any) -> None:
-        message = structs.replace(
-            dispatch(id, len(prompt)), prompt=Payload(inline=prompt.tobytes()), prefix=prefix, **fields
-        )
+        """Dispatch a prompt."""
+        fields = {"prompt": Payload(inline=prompt.tobytes()), "prefix": prefix, **fields}
+        message = structs.replace(dispatch(id, len(prompt)), **fields)
         await self.entry.bus.ask(DISPATCH.at("p0"), message, timeout_s=5)
 
     async def finish(self, id: str, prompt: Tokens, prefix: CachedPrefix | None, **fields: Any) -> bytes:
@@ -298,6 +302,7 @@ class Stand(World):
         end_s = loop.time() + limit_s
         while self.held() and loop.time() < end_s:
             await asyncio.sleep(0.001)
+        await asyncio.sleep(0.001)  # what was told has arrived
         assert not self.held()
 
     def detail(self, name: str) -> int:
