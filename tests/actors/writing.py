@@ -8,11 +8,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+import pytest
+
 from actors.rules.location import Location, parse_name
 from actors.rules.slab import HEADER_BYTES, Slab, SlotError, read_slot
 from actors.writer.actor import Writer
 from bus.actor import Actor
-from bus.bus import Bus, Delivery, decoder
+from bus.bus import Bus, BusError, Delivery, decoder
 from bus.subjects import DROP, DROPPED, DUMP, FAILED, LOAD, MAKE_ROOM, STORE, STORED
 from run.simulator import World
 from schemas.cache import (
@@ -25,6 +27,7 @@ from schemas.cache import (
     RoomMade,
     StoreBlocks,
 )
+from schemas.failure import Code
 from schemas.message import Role
 from schemas.routing import LoadReported
 
@@ -136,6 +139,19 @@ class Desk:
         keys, locations = await self.bulk.unwrap(dumped.keys), await self.bulk.unwrap(dumped.locations)
         assert len(await self.bulk.unwrap(dumped.parents)) == len(keys)
         return dict(pairs(BlocksStored(**_event(dumped, keys, locations))))
+
+    @property
+    def room(self) -> Room:
+        """Who says whether there is more room."""
+        actor = self.world.actors["kvstore/k0"]
+        assert isinstance(actor, Room)
+        return actor
+
+    async def refused(self, *numbers: int) -> Code:
+        """How the store of these is refused."""
+        with pytest.raises(BusError) as caught:
+            await self.store(*numbers)
+        return caught.value.code
 
     def read(self, number: int) -> bytes | None:
         """What a reader gets who knows the location: None for a miss."""

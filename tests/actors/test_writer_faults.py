@@ -1,0 +1,189 @@
+"""A writer whose files fail, vanish or are damaged, and that is killed: a block is missed, and never another's."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actors.rules.slab import HEADER_BYTES
+from run.virtual import run_virtual
+from schemas.failure import Code
+from tests.actors.writing import SLOT_BYTES, assert_baseline, desk, key, slab_bytes
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_block_half_written_is_not_there(is_killed: bool) -> None:
+    async def main() -> None:
+        async with desk() as (front, writer):
+            await front.store(0, 1, 2)
+            hold = front.world.files["writer/w0"].hold_next("write")
+            storing = asyncio.create_task(front.store(3, 4, 5))
+            await hold.is_reached.wait()
+            assert front.found.keys() == {key(0), key(1), key(2)} == (await front.dump()).keys()
+            assert await front.store(6) == 1  # nobody waits for it
+            if is_killed:
+                storing.cancel()
+                await front.restart()
+                assert front.found.keys() == {key(0), key(1), key(2), key(6)}
+                assert await front.store(3, 4, 5) == 3
+            else:
+                hold.is_released.set()
+                assert await storing == 3
+            assert front.readable(*range(7)) == list(range(7))
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("is_reused", [False, True])
+def test_a_slot_that_is_killed_in_mid_write_has_no_header(is_reused: bool) -> None:
+    """So a restart does not even think that it is there: also where another block was before."""
+
+    async def main() -> None:
+        async with desk(num_slots=2) as (front, _):
+            await front.store(0, 1)
+            if is_reused:
+                await front.drop(0, 1)
+            else:
+                await asyncio.sleep(2)
+            hold = front.world.files["writer/w0"].hold_next("write")
+            storing = asyncio.create_task(front.store(2))
+            await hold.is_reached.wait()
+            storing.cancel()
+            await front.restart(2)
+            assert front.found.keys() == (set() if is_reused else {key(0), key(1)})
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+@pytest.mark.parametrize("operation", ["create", "write"])
+def test_a_disk_error_is_answered_at_once_and_the_next_store_works(code: int, operation: str) -> None:
+    async def main() -> None:
+        async with desk() as (front, writer):
+            files = front.world.files["writer/w0"]
+            if operation == "write":
+                await front.store(0)
+            files.fail_next(OSError(code, "no"), operation)  # type: ignore[arg-type]
+            expected = Code.INTERNAL if (code, operation) == (errno.EIO, "write") else Code.OVERLOADED
+            assert await front.refused(1, 2) == expected
+            assert front.readable(0, 1, 2) == ([0] if operation == "write" else [])
+            assert len(front.world.folder.files) == (1 if operation == "write" else 0)
+            assert_baseline(writer)
+            await asyncio.sleep(2)
+            assert await front.store(1, 2) == 2
+            assert front.readable(1, 2) == [1, 2]
+
+    run_virtual(main())
+
+
+def test_a_slot_that_cannot_be_freed_is_not_given_away_until_it_can() -> None:
+    async def main() -> None:
+        async with desk() as (front, writer):
+            await front.store(0)
+            front.room.may_add = False
+            await front.store(*range(1, 8))
+            await asyncio.sleep(5)
+            front.world.files["writer/w0"].fail_next(OSError(errno.EIO, "no"), "write")
+            await front.drop(0, 1)
+            assert front.found.keys() == {key(number) for number in range(2, 8)}
+            assert writer.load().detail["free_slots"] == 0
+            assert await front.store(8, 9) == 2  # it asks for room, and so tries again
+            assert front.readable(*range(10)) == list(range(2, 10))
+
+    run_virtual(main())
+
+
+def test_a_deleted_folder_is_noticed_and_replaced() -> None:
+    async def main() -> None:
+        async with desk(num_slots=4) as (front, _):
+            await front.store(*range(4))
+            await asyncio.sleep(2)
+            await front.store(4, 5)
+            assert len(front.world.folder.files) == 2
+            front.world.files["writer/w0"].vanish()
+            assert await front.refused(6) == Code.INTERNAL
+            assert front.found == {} == await front.dump()
+            await asyncio.sleep(2)
+            assert await front.store(*range(4)) == 4
+            assert front.readable(*range(4)) == list(range(4))
+
+    run_virtual(main())
+
+
+def test_readers_tell_it_of_a_deleted_folder() -> None:
+    async def main() -> None:
+        async with desk(num_slots=4) as (front, _):
+            await front.store(*range(4))
+            await asyncio.sleep(2)
+            await front.store(4, 5)
+            front.world.files["writer/w0"].vanish()
+            await front.report_failed(0)
+            assert front.found == {}
+
+    run_virtual(main())
+
+
+@given(st.integers(0, 10**6), st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_a_flipped_byte_is_a_miss_and_is_dropped_once_it_is_told_of(where: int, is_restarted: bool) -> None:
+    async def main() -> None:
+        async with desk(num_slots=4) as (front, _):
+            await front.store(*range(4))
+            (name,) = front.world.folder.files
+            offset = where % slab_bytes(4)
+            front.world.files["writer/w0"].flip(name, offset)
+            hurt = (offset - HEADER_BYTES) // SLOT_BYTES  # -1: the header of the file, without which none can be read
+            good = [number for number in range(4) if number != hurt and hurt >= 0]
+            assert front.readable(*range(4)) == good
+            if is_restarted:
+                await front.restart(4)
+                assert set(front.readable(*range(4))) == set(good)
+            failed = [number for number in range(4) if number not in good and key(number) in front.found]
+            if failed:
+                await front.report_failed(*failed)
+            healed = list(range(4)) if hurt < 0 and not is_restarted else good
+            assert front.readable(*range(4)) == healed
+            assert front.found.keys() == {key(number) for number in healed}
+            assert await front.store(*range(4)) == 4 - len(healed)
+            assert front.readable(*range(4)) == list(range(4))
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("size_bytes", [0, 40, HEADER_BYTES, HEADER_BYTES + 20, slab_bytes(2), slab_bytes(3) - 1])
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_a_cut_file_has_what_is_whole(size_bytes: int, is_restarted: bool) -> None:
+    async def main() -> None:
+        async with desk(num_slots=4) as (front, _):
+            await front.store(*range(4))
+            (name,) = front.world.folder.files
+            front.world.files["writer/w0"].truncate(name, size_bytes)
+            whole = list(range(max(size_bytes - HEADER_BYTES, 0) // SLOT_BYTES))
+            assert front.readable(*range(4)) == whole
+            if is_restarted:
+                await front.restart(4)
+                assert front.found.keys() == {key(number) for number in whole}
+            else:
+                await front.report_failed(*range(4))
+                assert front.found.keys() == {key(number) for number in whole}
+            assert await front.store(*range(4)) == 4 - len(whole)
+            assert front.readable(*range(4)) == list(range(4))
+
+    run_virtual(main())
+
+
+def test_a_wrong_report_drops_nothing() -> None:
+    async def main() -> None:
+        async with desk() as (front, _):
+            await front.store(*range(4))
+            await front.report_failed(*range(4))
+            assert front.readable(*range(4)) == list(range(4))
+            front.world.files["writer/w0"].fail_next(OSError(errno.EIO, "worn out"), "read")
+            await front.report_failed(1, 2)  # and one that cannot be proven wrong does
+            assert front.readable(*range(4)) == [0, 3]
+
+    run_virtual(main())
