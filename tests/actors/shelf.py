@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from msgspec import structs
@@ -217,10 +217,13 @@ class Cache(World):
         return [int.from_bytes(answer.locations, "little") if answer.locations else -1 for answer in answers]
 
 
+C = TypeVar("C", bound=Cache)
+
+
 @asynccontextmanager
-async def cache(broker: RecordingBroker | None = None) -> AsyncIterator[Cache]:
+async def cache(broker: RecordingBroker | None = None, kind: type[C] = Cache) -> AsyncIterator[C]:  # type: ignore[assignment]
     """An empty one."""
-    world = Cache(0, broker)
+    world = kind(0, broker)
     world.client = await world.bus("client")
     try:
         yield world
