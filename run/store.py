@@ -52,7 +52,7 @@ def need_folder(folder: Path) -> None:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise SettingsError(_cannot(folder, error.strerror)) from None
+        raise SettingsError(_cannot(folder, str(error.strerror))) from None
     if not os.access(folder, os.W_OK | os.X_OK):
         raise SettingsError(_cannot(folder, "it cannot be written"))
 

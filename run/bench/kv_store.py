@@ -93,7 +93,7 @@ class Store:
                 await rig.add(KVStore("k0", *await rig.place(), files[0], BUDGET_BYTES))
                 writer = Writer("w0", *await rig.place(), files[1], slab_bytes)
                 await rig.add(writer)
-                while writer.load().detail["unread_slabs"]:  # noqa: ASYNC110: it finds its slabs in the background
+                while writer.load().detail["unread_slabs"]:  # noqa: ASYNC110
                     await asyncio.sleep(0)
                 store = cls(*await rig.place(), writer, files[2], blocks)
                 await store._locate()

@@ -8,7 +8,7 @@ prompts that come after.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,9 +40,6 @@ class Request:
     def __len__(self) -> int:
         return len(self.keys) // KEY_BYTES
 
-    def __iter__(self) -> Iterator[bytes]:
-        return (self.keys[i : i + KEY_BYTES] for i in range(0, len(self.keys), KEY_BYTES))
-
 
 def measure_trace(path: Path, progress: Progress = lambda done: None) -> dict[str, Any]:
     """Hits as parts of all prefix blocks: the most there can be by the trace's own blocks, and ours, without a bound
@@ -62,7 +59,7 @@ def measure_trace(path: Path, progress: Progress = lambda done: None) -> dict[st
         "hit_ratio_bounded": {},
     }
     progress(2 / num_rounds)
-    num_all = len({key for request in requests for key in request})
+    num_all = len(np.unique(np.concatenate([as_keys(request.keys) for request in requests]), axis=0))
     for number, part in enumerate(BUDGETS, 3):
         found["hit_ratio_bounded"][str(part)] = _bounded(requests, max(1, int(num_all * part)))
         progress(number / num_rounds)
@@ -71,10 +68,10 @@ def measure_trace(path: Path, progress: Progress = lambda done: None) -> dict[st
 
 def tokens_of(hash_ids: list[int], num_tokens: int) -> npt.NDArray[np.uint32]:
     """The prompt of a request of the trace: each block's tokens follow from its number."""
-    ids = np.array(hash_ids, dtype=np.uint64)[:, None] * np.uint64(TRACE_TOKENS)
-    z = ids + np.arange(TRACE_TOKENS, dtype=np.uint64)
-    z = (z ^ (z >> np.uint64(7))) * np.uint64(0x9E3779B97F4A7C15)
-    return (z >> np.uint64(47)).astype(np.uint32).reshape(-1)[:num_tokens]  # 17 bits: a vocabulary of 131,072
+    first = np.array(hash_ids, dtype=np.uint64) * np.uint64(TRACE_TOKENS)
+    mixed = np.add.outer(first, np.arange(TRACE_TOKENS, dtype=np.uint64))
+    mixed = (mixed ^ (mixed >> np.uint64(7))) * np.uint64(0x9E3779B97F4A7C15)
+    return (mixed >> np.uint64(47)).astype(np.uint32).reshape(-1)[:num_tokens]  # of a vocabulary of 131,072
 
 
 _ROOT = root("trace")
@@ -96,8 +93,7 @@ def _unbounded(requests: list[Request]) -> dict[str, float]:
     num_hit = num_cached = 0
     for request in requests:
         keys = as_keys(request.keys)
-        there = table.find(keys)[1]
-        num_present = len(keys) if there.all() else int(there.argmin())
+        num_present = _num_first(table.find(keys)[1])
         num_hit += num_present
         num_cached += usable_blocks(num_present, request.num_tokens) * BLOCK_TOKENS
         table.put(keys, np.zeros(len(keys), dtype=np.uint64))
@@ -109,17 +105,20 @@ def _unbounded(requests: list[Request]) -> dict[str, float]:
 
 def _bounded(requests: list[Request], num_slots: int) -> float:
     """With room for `num_slots` blocks: what does not fit any more drives out what reclaim says."""
-    reclaim, here = Reclaim(), set[bytes]()
-    num_hit = num_all = 0
+    reclaim = Reclaim()
+    num_hit = 0
     for request in requests:
-        keys = list(request)
-        num_present = next((i for i, key in enumerate(keys) if key not in here), len(keys))
+        keys = as_keys(request.keys)
+        num_present = _num_first(reclaim.find(keys)[1])
         num_hit += num_present
-        num_all += len(keys)
         reclaim.touched(keys[:num_present][-1:], request.at_s)
-        for i, key in enumerate(keys[num_present:], num_present):
-            if key not in here:
-                here.add(key)
-                reclaim.stored(key, keys[i - 1] if i else _ROOT, request.at_s)
-        here.difference_update(reclaim.victims(len(here) - num_slots))
-    return round(num_hit / num_all, 4)
+        parents = np.concatenate((as_keys(_ROOT), keys))[num_present : len(keys)]
+        locations = np.zeros(len(parents), dtype=np.uint64)
+        reclaim.stored(keys[num_present:], parents, locations, request.at_s)
+        reclaim.victims(reclaim.num_blocks - num_slots)
+    return round(num_hit / sum(map(len, requests)), 4)
+
+
+def _num_first(there: npt.NDArray[np.bool_]) -> int:
+    """How many are there in a row from the first one."""
+    return len(there) if there.all() else int(there.argmin())
