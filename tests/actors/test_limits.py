@@ -10,6 +10,7 @@ import anthropic
 import openai
 import pytest
 
+from actors.gateway.http import Request
 from actors.quota.actor import Quota
 from actors.recipe.card import ModelCard
 from actors.rules.tenants import is_id_of
@@ -20,7 +21,7 @@ from bus.subjects import INBOX_PREFIX, api, tenant_inbox
 from schemas.api import Protocol
 from schemas.failure import Code, Failure
 from tests.actors.clients import BODIES, CHAT_PATH, MESSAGES, MESSAGES_PATH, error_of, http, sdks
-from tests.actors.edge import BODY, CHAT, STOP, STREAM, Edge, content, edge, submitted
+from tests.actors.edge import BODY, CHAT, STREAM, Edge, content, edge, submitted
 from tests.conftest import Run
 
 ONE = '[tenants.acme]\nkeys = ["sk-acme"]\nrequests_per_minute = 1\n[tenants.beta]\nkeys = ["sk-beta"]\n'
@@ -70,6 +71,12 @@ def test_the_sdks_raise_their_rate_limit_error(run_async: Run, card: ModelCard) 
             await one.chat.completions.create(model="tiny", messages=MESSAGES)
 
     run_async(main())
+
+
+@pytest.mark.parametrize(("wait_s", "said"), [(0.001, b"1"), (1.2, b"2"), (60.0, b"60")])
+def test_the_header_never_says_too_little(wait_s: float, said: bytes) -> None:
+    refused = Failure(code=Code.RATE_LIMITED, message="", retry_after_s=wait_s)
+    assert dict(Request("POST", CHAT_PATH, {}, "1").refusal(refused).headers)[b"retry-after"] == said
 
 
 def test_one_tenants_limit_is_not_anothers(run_async: Run, card: ModelCard) -> None:
@@ -255,7 +262,6 @@ def test_a_recipe_that_stops_tells_what_was_used(run_async: Run, card: ModelCard
             assert await client.next()
             system.tasks["r"].cancel()
             await asyncio.wait([system.tasks["r"]])
-            await settled(system)
-            await system.entrypoint.emit(id, [], STOP)
+            assert len(system.quota._ledger) == 0
 
     run_async(main())

@@ -37,15 +37,17 @@ steps = st.lists(
 def test_no_more_than_the_rate_and_one_bucket_and_every_wait_is_true(
     steps: list[Step], tokens: int, requests: int
 ) -> None:
-    """Whenever one is let in, all that was charged before, and its prompt up to a bucket, was to be had by then."""
-    quota, now_ns, charged, admitted = ledger(requests, tokens), 0, 0, list[str]()
-    num_admitted = 0
+    """Whenever one is let in: of what was charged since any time, and its prompt up to a bucket, no more than a bucket
+    and what came in since. Debts of before only make it less.
+    """
+    quota, now_ns, admitted = ledger(requests, tokens), 0, list[str]()
+    charges: list[tuple[int, int, int]] = []  # when, how many requests, how many tokens
     for number, step in enumerate(steps):
         now_ns += step.pause_ns
         if step.is_end:
             if admitted:
                 quota.end("a", admitted.pop(), step.num_tokens, now_ns)
-                charged += step.num_tokens
+                charges.append((now_ns, 0, step.num_tokens))
             continue
         wait_ns, what = quota.admit("a", str(number), step.num_tokens, now_ns)
         if wait_ns:
@@ -53,12 +55,12 @@ def test_no_more_than_the_rate_and_one_bucket_and_every_wait_is_true(
             assert quota.admit("a", "early", step.num_tokens, now_ns + wait_ns - 1) != (0, "")
             now_ns += wait_ns
             assert quota.admit("a", str(number), step.num_tokens, now_ns) == (0, "")
-        # A bucket of one minute's worth, and what came in since the start.
-        assert (charged + min(step.num_tokens, tokens)) * MINUTE_NS <= tokens * (MINUTE_NS + now_ns)
-        charged += step.num_tokens
-        num_admitted += 1
-        if requests:
-            assert num_admitted * MINUTE_NS <= requests * (MINUTE_NS + now_ns)
+        for first, (since_ns, _, _) in enumerate(charges):
+            here = MINUTE_NS + now_ns - since_ns  # in minutes: a bucket, and what came in since
+            num_tokens = sum(charge[2] for charge in charges[first:]) + min(step.num_tokens, tokens)
+            assert num_tokens * MINUTE_NS <= tokens * here
+            assert not requests or (sum(charge[1] for charge in charges[first:]) + 1) * MINUTE_NS <= requests * here
+        charges.append((now_ns, 1, step.num_tokens))
         admitted.append(str(number))
 
 
