@@ -7,7 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from bus.bulk import Bulk
 from bus.bus import Bus, BusError
@@ -22,9 +22,9 @@ log = logging.getLogger("shoal.bus")
 QUEUE_BYTES = 64 * 1024 * 1024
 """What may wait for writers, by default. What is being sent is held once more, as messages."""
 
-BATCH_BYTES = 4 * 1024 * 1024
+BATCH_BYTES = 1024 * 1024
 BATCH_BLOCKS = 64
-"""How much one message carries at most."""
+"""How much one message carries at most. Larger ones are no faster, and hold up the loop."""
 
 MAX_MESSAGES = 3
 """How many messages are under way to one writer: while it writes one, the next is there already."""
@@ -44,6 +44,10 @@ class Owners(Protocol):
 
     def forget(self, id: str) -> None:
         """It is gone, or will be."""
+        ...
+
+    def alive(self, now_s: float) -> list[str]:
+        """The members there are."""
         ...
 
     def of(self, wanted: Sequence[bytes], now_s: float) -> list[str]:
@@ -142,7 +146,7 @@ class BlockStore:
         """Whether `store` would take so many blocks of this request, of `size_bytes` together: to be asked before they
         are read. If not, they are lost."""
         request = self._requests.setdefault(owner, _Request())
-        has_writers = bool(self._owners.of([bytes(16)], asyncio.get_running_loop().time()))
+        has_writers = bool(self._owners.alive(asyncio.get_running_loop().time()))
         if request.is_failed or not has_writers or self.num_bytes + size_bytes > self._max_bytes:
             request.is_failed = True
             self.num_lost += num_blocks
@@ -163,16 +167,18 @@ class BlockStore:
         if lane.waiting and len(lane.senders) < MAX_MESSAGES:
             sender = self._spawn(self._send(lane))
             lane.senders.add(sender)
-            sender.add_done_callback(lane.senders.discard)
 
     async def _send(self, lane: _Lane) -> None:
-        while batch := self._take(lane.waiting):
-            self._start_sender(lane)
-            is_written = False
-            try:
-                is_written = await self._write(lane.writer, batch)
-            finally:
-                self._settle(batch, is_written)
+        try:
+            while batch := self._take(lane.waiting):
+                self._start_sender(lane)
+                is_written = False
+                try:
+                    is_written = await self._write(lane.writer, batch)
+                finally:
+                    self._settle(batch, is_written)
+        finally:  # in the same turn: a callback later would leave unsent what comes meanwhile
+            lane.senders.discard(cast("asyncio.Task[None]", asyncio.current_task()))
 
     def _take(self, waiting: deque[_Block]) -> list[_Block]:
         """The next message's worth of blocks of one kind."""

@@ -57,7 +57,7 @@ class Decode(Actor):
         self._arrivals: list[tuple[Generation, bytes, asyncio.Future[str]]] = []
         self._outbox = Outbox(f"{self.role}/{id}")
         self._courier = Courier(bus, TOKENS, self._outbox, self.wake, self._abandon)
-        self._keeper = Keeper(bus, bulk, f"{self.role}/{id}", Ring, self.spawn)
+        self.keeper = Keeper(bus, bulk, f"{self.role}/{id}", Ring, self.spawn)
         self._spans: dict[str, Span] = {}
         self._in_engine: set[str] = set()
         self._num_rows = self._num_new = 0  # requests in all steps, and the tokens they got
@@ -68,22 +68,22 @@ class Decode(Actor):
         return {HAND_OVER: self._on_hand_over, CANCEL_DECODE: self._on_cancel, RESEND_DECODE: self._on_resend}
 
     def events(self) -> Mapping[Address[Any, Any], Handler]:
-        return self._keeper.events()
+        return self.keeper.events()
 
     async def on_start(self) -> None:
         await self._engine.start()
-        await self._keeper.start()
+        await self.keeper.start()
         self.spawn(self._step_loop())
 
     async def on_stop(self) -> None:
         await self._engine.close()
-        self._keeper.close()
+        self.keeper.close()
         for span in self._spans.values():
             span.end()
 
     def load(self) -> LoadReported:
         info = self._engine.info
-        detail = {**self._keeper.detail(), "snapshots": float(len(self._keeper.snapshots))}
+        detail = {**self.keeper.detail(), "snapshots": float(len(self.keeper.snapshots))}
         if self._num_rows:
             detail["accepted_length"] = round(self._num_new / self._num_rows, 2)
         return structs.replace(
@@ -186,10 +186,10 @@ class Decode(Actor):
         """Free what an ended request holds here. Only between steps."""
         if generation.id in self._in_engine:
             if generation.filling is not None:
-                await self._keeper.keep_windows(self._engine, generation.id, generation.filling)
+                await self.keeper.keep_windows(self._engine, generation.id, generation.filling)
             self._in_engine.discard(generation.id)
             self._engine.free(generation.id)
-        self._keeper.forget(generation.id)
+        self.keeper.forget(generation.id)
         self.slots.leave(generation, self._now_s())
         if (span := self._spans.pop(generation.id, None)) is not None:
             end_span(span, len(generation.tokens), generation.end)
@@ -249,7 +249,7 @@ class Decode(Actor):
         if filling is None or not filling.take(generation.tokens, generation.num_computed):
             return
         try:
-            await self._keeper.keep_blocks(self._engine, generation.id, filling, filling.num_done)
+            await self.keeper.keep_blocks(self._engine, generation.id, filling, filling.num_done)
         except ValueError:
             log.exception("decode %s: the blocks of a request cannot be read", self.id)
             generation.filling = None

@@ -63,7 +63,7 @@ class Stage:
         await self.beat()
 
     async def beat(self) -> None:
-        keeper = self.decode._keeper
+        keeper = self.decode.keeper
         keeper._store.on_load(load(Role.WRITER, "w0"))
         await keeper.snapshots.on_load(self.shard.report())
 
@@ -154,9 +154,9 @@ async def stage(engine: TimedEngine | None = None) -> AsyncIterator[Stage]:
         await system.start()
         yield system
         assert not system.running.done()
-        assert bulk.num_offers == len(system.decode._keeper.snapshots)
+        assert bulk.num_offers == len(system.decode.keeper.snapshots)
         await asyncio.sleep(SNAPSHOT_S)
-        keeper = system.decode._keeper
+        keeper = system.decode.keeper
         assert (bulk.num_offers, len(keeper.snapshots), keeper.snapshots.num_bytes) == (0, 0, 0)
         assert keeper._store.num_bytes == 0 and not keeper._store._requests and system.bulk.num_offers == 0
 
@@ -248,7 +248,7 @@ def test_what_cannot_be_named_is_not_stored(chained: dict[str, Any]) -> None:
 async def _generated(trouble: str) -> tuple[list[int], float]:
     """The tokens of a request, and when it ended; all is well with it whatever the trouble."""
     async with stage() as system:
-        keeper, writer = system.decode._keeper, system.writer
+        keeper, writer = system.decode.keeper, system.writer
         if trouble == "silent":
             writer.is_silent = True
         elif trouble == "dead":

@@ -239,6 +239,21 @@ def test_a_writer_that_is_back_at_once_is_sent_to_at_once() -> None:
     run(main())
 
 
+@pytest.mark.parametrize("num_turns", range(20))
+def test_what_comes_when_the_last_message_is_answered_is_sent(num_turns: int) -> None:
+    async def main() -> None:
+        async with stage() as system:
+            for number in range(MAX_MESSAGES):
+                system.put(f"r{number}", number * BATCH_BLOCKS, BATCH_BLOCKS)
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            system.put("late", 900, 1)
+            await asyncio.sleep(STORE_S / 2)
+            assert system.counts == (MAX_MESSAGES * BATCH_BLOCKS + 1, 0)
+
+    run(main())
+
+
 def test_what_waits_of_a_request_that_lost_a_block_is_not_sent() -> None:
     async def main() -> None:
         async with stage() as system:
