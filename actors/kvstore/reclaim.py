@@ -69,7 +69,7 @@ class Reclaim:
     def stored(self, keys: Keys, parents: Keys, locations: Values, now: float) -> None:
         """Blocks are here, and used; or at another place. Parents may be unknown, and come later or never."""
         self._now = max(now, self._now)
-        ids, of = self._number(keys), self._number(parents)
+        ids, of = np.split(self._number(np.concatenate((keys, parents))), 2)
         self._locations[ids] = locations
         new, first = np.unique(ids, return_index=True)
         new, first = new[~self._is_here[new]], first[~self._is_here[new]]
@@ -169,17 +169,17 @@ class Reclaim:
 
     def _number(self, keys: Keys) -> Ids:
         """The number of each key, new ones where there were none."""
-        values, there = self._table.find(keys)
+        numbers, there = self._table.find(keys)
         if not there.all():
             new = keys[~there]
-            new = new[last_of_equal(new)]
-            self._reserve(len(new))
-            self._num_free -= len(new)
-            ids = self._free[self._num_free : self._num_free + len(new)].astype(np.uint64)
-            self._keys[ids] = new
-            self._table.put(new, ids)
-            values, _ = self._table.find(keys)
-        return values.astype(np.int64)
+            last, group = last_of_equal(new)
+            self._reserve(len(last))
+            self._num_free -= len(last)
+            ids = self._free[self._num_free : self._num_free + len(last)].astype(np.uint64)
+            self._keys[ids] = new[last]
+            self._table.add(new[last], ids)
+            numbers[~there] = ids[group]
+        return numbers.astype(np.int64)
 
     def _let_go(self, ids: Ids) -> None:
         """Of numbers in use: those of blocks that are not here, and that nothing builds on."""

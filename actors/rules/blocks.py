@@ -23,7 +23,9 @@ _GROWTH = 1.4
 _SMALLEST = 1024
 _AT_ONCE = 1 << 14
 """Places looked through, or moved from, at a time: a few milliseconds."""
-_EMPTY, _LIVE, _GONE = np.uint8(0), np.uint8(1), np.uint8(2)
+_FEW = 32
+"""So many keys are sooner looked for one by one than all at once, a place further each time."""
+_EMPTY, _LIVE, _GONE = 0, 1, 2
 
 
 class BlockTable:
@@ -53,14 +55,18 @@ class BlockTable:
 
     def put(self, keys: Keys, values: Values) -> None:
         """Set the values of `keys`; of equal keys the last one counts."""
-        last = last_of_equal(keys)
+        last, _ = last_of_equal(keys)
         keys, values = keys[last], values[last]
         is_new = np.ones(len(keys), dtype=np.bool_)
         for array, numbers, at in self._places(keys):
             array.values[at] = values[numbers]
             is_new[numbers] = False
-        self._reserve(int(is_new.sum()))
-        self._arrays[-1].insert(keys[is_new], values[is_new])
+        self.add(keys[is_new], values[is_new])
+
+    def add(self, keys: Keys, values: Values) -> None:
+        """As `put`, for keys that are not here, each once."""
+        self._reserve(len(keys))
+        self._arrays[-1].insert(keys, values)
 
     def remove(self, keys: Keys, values: Values) -> Flags:
         """Forget `keys`, where they are here with these values: for each whether it was."""
@@ -142,18 +148,25 @@ class _Array:
         """The place of each key, -1 for those that are not here."""
         found = np.full(len(keys), -1, dtype=np.int64)
         left, at = np.arange(len(keys)), self._first(keys)
-        while len(left):
+        while len(left) > _FEW:
             states, here, wanted = self._states[at], self.keys[at], keys[left]
             same = (states == _LIVE) & (here[:, 0] == wanted[:, 0]) & (here[:, 1] == wanted[:, 1])
             found[left[same]] = at[same]
             going = np.flatnonzero(~same & (states != _EMPTY))
             left, at = left[going], (at[going] + 1) % self.capacity
+        all_states, all_keys, last = self._states.data, self.keys.data, self.capacity - 1
+        for number, place, (low, high) in zip(left.tolist(), at.tolist(), keys[left].tolist(), strict=True):
+            while (state := all_states[place]) != _EMPTY:
+                if state == _LIVE and all_keys[place, 0] == low and all_keys[place, 1] == high:
+                    found[number] = place
+                    break
+                place = place + 1 if place < last else 0
         return found
 
     def insert(self, keys: Keys, values: Values) -> None:
         """Keys that are not here, each once, with room for all."""
         left, at = np.arange(len(keys)), self._first(keys)
-        while len(left):
+        while len(left) > _FEW:
             numbers = left.astype(np.uint64)
             states = self._states[at]
             free = states != _LIVE
@@ -165,6 +178,15 @@ class _Array:
             self._num_used += int((states[won] == _EMPTY).sum())
             self._states[place] = _LIVE
             left, at = left[~won], (at[~won] + 1) % self.capacity
+        all_states, last = self._states.data, self.capacity - 1
+        places = at.tolist()
+        for number, place in enumerate(places):
+            while all_states[place] == _LIVE:
+                place = place + 1 if place < last else 0
+            self._num_used += all_states[place] == _EMPTY
+            self._states[place] = _LIVE
+            places[number] = place
+        self.keys[places], self.values[places] = keys[left], values[left]
         self.num_live += len(keys)
 
     def remove(self, at: Places) -> None:

@@ -31,13 +31,15 @@ def owners(wanted: Keys, members: Sequence[str]) -> npt.NDArray[np.int64]:
     return chosen
 
 
-def last_of_equal(many: Keys) -> npt.NDArray[np.int64]:
-    """The place of each different key, of equal ones the last."""
+def last_of_equal(many: Keys) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """The place of each different key, of equal ones the last; and for each key, which of those it is equal to."""
     order = np.lexsort((many[:, 1], many[:, 0]))  # equal ones stay in order
     ordered = many[order]
     is_last = np.ones(len(many), dtype=np.bool_)
-    is_last[:-1] = (ordered[1:] != ordered[:-1]).any(1)
-    return order[is_last]
+    is_last[:-1] = (ordered[1:, 0] != ordered[:-1, 0]) | (ordered[1:, 1] != ordered[:-1, 1])
+    group = np.empty(len(many), dtype=np.int64)
+    group[order] = np.cumsum(is_last) - is_last
+    return order[is_last], group
 
 
 def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

@@ -102,7 +102,15 @@ def test_events_in_order_need_no_dump_and_old_ones_are_passed_over() -> None:
     for event in [*events, *events]:
         reader.hear(event)
         reader.feed.heartbeat(writer.incarnation, event[1])
-    assert reader.has == writer.has and not reader.feed.is_lost
+    assert reader.has == writer.has and not reader.feed.is_lost and not reader.feed._waiting
+
+
+def test_the_number_that_is_due_is_not_enough_from_another_incarnation() -> None:
+    writer, reader = settled()
+    writer.restart()
+    writer.add()
+    reader.hear(writer.add())
+    assert reader.feed.is_lost and reader.has == [0]
 
 
 def test_a_gap_a_restart_and_a_lost_last_event_each_need_a_dump() -> None:
