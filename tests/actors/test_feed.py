@@ -113,6 +113,18 @@ def test_the_number_that_is_due_is_not_enough_from_another_incarnation() -> None
     assert reader.feed.is_lost and reader.has == [0]
 
 
+def test_a_late_event_of_an_earlier_incarnation_costs_one_dump() -> None:
+    writer, reader = settled()
+    late = writer.add()
+    writer.restart()
+    reader.feed.heartbeat(writer.incarnation, 0)
+    reader.repair(writer)
+    reader.hear(late)
+    assert reader.feed.is_lost
+    reader.repair(writer)
+    assert not reader.feed.is_lost and reader.has == writer.has
+
+
 def test_a_gap_a_restart_and_a_lost_last_event_each_need_a_dump() -> None:
     writer, reader = settled()
     writer.add()
