@@ -19,7 +19,17 @@ import openai
 import pytest
 from nats.aio.client import Client
 
+from run.home import Client as Credentials
 from run.home import Ready
+
+TENANTS = """
+[tenants.acme]
+nats_password = "word-of-acme"
+requests_per_minute = 2
+[tenants.beta]
+nats_password = "word-of-beta"
+"""
+"""Of NATS clients only: with keys, HTTP clients would have to have one."""
 
 
 class System:
@@ -72,9 +82,11 @@ class System:
             raise
 
     @asynccontextmanager
-    async def client(self) -> AsyncIterator[Client]:
-        """A NATS client with the client user's rights."""
+    async def client(self, tenant: str = "") -> AsyncIterator[Client]:
+        """A NATS client with the client user's rights, or those of a tenant."""
         user = self.ready.client
+        if tenant:
+            user = Credentials(user=tenant, password=f"word-of-{tenant}", inbox_prefix=f"_INBOX.tenant.{tenant}")
         connection = await nats.connect(
             self.ready.nats, user=user.user, password=user.password, inbox_prefix=user.inbox_prefix.encode()
         )
@@ -105,7 +117,8 @@ async def until(is_true: Callable[[], Any], limit_s: float = 30.0) -> None:
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     """One system for all tests that leave it as they found it."""
     folder = tmp_path_factory.mktemp("stack")
-    system = System(folder, ready_file=folder / "ready.json")
+    (folder / "tenants.toml").write_text(TENANTS)
+    system = System(folder, {"SHOAL_TENANTS": str(folder / "tenants.toml")}, ready_file=folder / "ready.json")
     yield system
     system.stop()
 

@@ -17,11 +17,13 @@ pytestmark = pytest.mark.stack
 BODY = {"model": "shoal-tiny", "messages": [{"role": "user", "content": "Say something."}], "temperature": 0}
 
 
-async def events(client: Client, body: dict[str, Any], headers: dict[str, str] | None = None) -> list[dict[str, Any]]:
+async def events(
+    client: Client, body: dict[str, Any], headers: dict[str, str] | None = None, subject: str = "chat_completions"
+) -> list[dict[str, Any]]:
     """All events of one request, up to the empty payload."""
     inbox = client.new_inbox()
     subscription = await client.subscribe(inbox)
-    await client.publish("shoal.api.chat_completions", json.dumps(body).encode(), reply=inbox, headers=headers)
+    await client.publish(f"shoal.api.{subject}", json.dumps(body).encode(), reply=inbox, headers=headers)
     got = []
     while (message := await subscription.next_msg(timeout=30)).data:
         got.append(json.loads(message.data))
@@ -63,6 +65,22 @@ def test_cancel_ends_the_stream_early_and_is_acknowledged(stack: System) -> None
             assert len(await running) < 4000
             again = await client.request("shoal.api.cancel", name, timeout=10)
             assert json.loads(again.data)["cancelled"] is False
+
+    asyncio.run(main())
+
+
+def test_tenants_have_users_and_limits_of_their_own(stack: System) -> None:
+    async def main() -> None:
+        async with stack.client("acme") as acme, stack.client("beta") as beta, stack.client() as plain:
+            body = {**BODY, "max_tokens": 3}
+            for _ in range(2):
+                (answer,) = await events(acme, body, subject="acme.chat_completions")
+                assert answer["object"] == "chat.completion"
+            (error,) = await events(acme, body, subject="acme.chat_completions")
+            assert error["error"]["code"] == "rate_limit_exceeded"
+            for client, subject in ((beta, "beta.chat_completions"), (plain, "chat_completions")) * 3:
+                (answer,) = await events(client, body, subject=subject)
+                assert answer["object"] == "chat.completion"
 
     asyncio.run(main())
 
