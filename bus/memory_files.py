@@ -52,6 +52,11 @@ class MemoryFiles:
         self._holds.append((hold, operation))
         return hold
 
+    def heal(self) -> None:
+        """Nothing that was asked for is to fail, or to be held, any more."""
+        self._errors.clear()
+        self._holds.clear()
+
     def cut(self) -> None:
         """Die without a word: nothing this one does reaches the folder any more. Its operations never end."""
         self._is_cut = True

@@ -48,6 +48,7 @@ class Listener(Actor):
         super().__init__(id, bus)
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, End] = {}
+        self.cached: dict[str, int] = {}
         self.wrongs: list[str] = []
         self._is_over: dict[str, asyncio.Event] = {}
 
@@ -55,13 +56,15 @@ class Listener(Actor):
         return {RECIPE_TOKENS: self._on_tokens}
 
     async def _on_tokens(self, emitted: TokensEmitted, envelope: Envelope) -> Taken:
-        ends, start = dict(emitted.ends), 0
+        ends, cached, start = dict(emitted.ends), dict(emitted.cached), 0
         for i, request_id in enumerate(emitted.request_ids):
             known = self.tokens.setdefault(request_id, [])
             if emitted.first_indexes[i] != len(known):
                 self.wrongs.append(f"{request_id}: index {emitted.first_indexes[i]} after {len(known)} tokens")
             if request_id in self.ends:
                 self.wrongs.append(f"{request_id}: something after the end")
+            if i in cached:
+                self.cached[request_id] = cached[i]
             known.extend(emitted.tokens[start : start + emitted.counts[i]])
             start += emitted.counts[i]
             if i in ends:
