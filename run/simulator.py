@@ -14,11 +14,13 @@ from typing import Any
 from actors.balancers.actor import DecodeBalancer, PrefillBalancer
 from actors.decode.actor import Decode
 from actors.entrypoint.actor import Entrypoint
+from actors.kvstore.actor import KVStore
 from actors.metadata.actor import Metadata
 from actors.prefill.actor import Prefill
 from actors.recipe.actor import Recipe
 from actors.recipe.card import ModelCard
 from actors.rules.tenants import Tenants
+from actors.writer.actor import Writer
 from bus.actor import Actor
 from bus.bulk import MemoryBulk, MemoryHub
 from bus.bus import Bus, Delivery, Seams
@@ -114,15 +116,11 @@ class World:
         await self.add(Metadata(id, await self.bus(name), await self.bulk(name)))
 
     async def add_kvstore(self, id: str, budget_bytes: int) -> None:
-        from actors.kvstore.actor import KVStore
-
         name = f"kvstore/{id}"
         files = self.open_files(name)
         await self.add(KVStore(id, await self.bus(name), await self.bulk(name), files, budget_bytes))
 
     async def add_writer(self, id: str, slab_bytes: int) -> None:
-        from actors.writer.actor import Writer
-
         name = f"writer/{id}"
         files = self.open_files(name)
         await self.add(Writer(id, await self.bus(name), await self.bulk(name), files, slab_bytes))

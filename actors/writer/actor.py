@@ -104,6 +104,9 @@ class Writer(Actor):
     async def on_start(self) -> None:
         self.spawn(self._find_slabs())
 
+    async def on_stop(self) -> None:
+        await self._disk.files.close()
+
     def load(self) -> LoadReported:
         return structs.replace(
             super().load(),

@@ -163,7 +163,7 @@ def test_what_a_user_can_mend_is_told_from_a_fault() -> None:
     assert find_mistake(gave_up(ValueError("no"))) == find_mistake(GaveUp("a", "ended once too often")) == ""
 
 
-def test_only_a_process_that_computes_imports_torch(nats_server: ServerConfig) -> None:
+def test_only_a_process_that_computes_imports_torch(nats_server: ServerConfig, tmp_path: Path) -> None:
     """The front's actors, built in a fresh process: no torch in it, nor triton."""
     code = (
         "import asyncio, sys\n"
@@ -176,12 +176,13 @@ def test_only_a_process_that_computes_imports_torch(nats_server: ServerConfig) -
         "import run.node, run.up\n"
         "async def main():\n"
         "    front = read_cluster(DEFAULT_CLUSTER)[-1]\n"
-        "    assert front.name == 'front' and len(front.members) == 5\n"
+        "    assert front.name == 'front' and len(front.members) == 9\n"
         "    bus = Bus(MemoryWire(MemoryBroker()))\n"
+        "    settings = Settings.from_environment({'SHOAL_STORE': sys.argv[1]})\n"
         "    for member in front.members:\n"
-        "        build(member, bus, SocketBulk(), front, Settings.from_environment({}))\n"
+        "        build(member, bus, SocketBulk(), front, settings)\n"
         "    print(sorted({'torch', 'triton'} & set(sys.modules)))\n"
         "asyncio.run(main())\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path.cwd(), timeout=50)
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, cwd=Path.cwd(), timeout=50)
     assert done.stdout.strip() == "[]", done.stderr
