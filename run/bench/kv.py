@@ -102,8 +102,8 @@ def _print(found: dict[str, Any]) -> None:
         return
     title = f"hits of {found['trace_requests']:,} requests, {found['trace_blocks']:,} blocks"
     table = Table("room for", "of all blocks", title=title)
-    for part, ratio in found["hit_ratio_bounded"].items():
-        table.add_row(f"{float(part):.0%} of them", f"{ratio:.1%}")
     table.add_row("all", f"{found['hit_ratio']:.1%}")
-    table.add_row("all, by the trace's blocks of 512", f"{found['hit_ratio_optimum']:.1%}")
+    table.add_row("all, by the trace's own blocks", f"{found['hit_ratio_optimum']:.1%}")
+    for part, ratio in found["hit_ratio_bounded"].items():
+        table.add_row(f"{float(part):.0%}, {found['bounded_requests']:,} requests", f"{ratio:.1%}")
     console.print(table)

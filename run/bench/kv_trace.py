@@ -23,8 +23,9 @@ from actors.rules.hit import usable_blocks
 from actors.rules.keys import keys as as_keys
 
 TRACE_TOKENS = 512  # of a block of the trace
-BUDGETS = (0.01, 0.1, 0.5)
-"""Bounded stores, as parts of all the blocks that the trace has."""
+BUDGETS = (0.01, 0.1, 0.5, 1.0)
+NUM_BOUNDED = 2000
+"""Bounded stores are tried with the first requests only, and are parts of all the blocks that these have."""
 
 Progress = Callable[[float], None]
 
@@ -56,9 +57,11 @@ def measure_trace(path: Path, progress: Progress = lambda done: None) -> dict[st
         "trace_blocks": sum(map(len, requests)),
         "hit_ratio_optimum": _optimum([row["hash_ids"] for row in rows]),
         **_unbounded(requests),
+        "bounded_requests": min(len(requests), NUM_BOUNDED),
         "hit_ratio_bounded": {},
     }
     progress(2 / num_rounds)
+    requests = requests[:NUM_BOUNDED]
     num_all = len(np.unique(np.concatenate([as_keys(request.keys) for request in requests]), axis=0))
     for number, part in enumerate(BUDGETS, 3):
         found["hit_ratio_bounded"][str(part)] = _bounded(requests, max(1, int(num_all * part)))
@@ -71,7 +74,8 @@ def tokens_of(hash_ids: list[int], num_tokens: int) -> npt.NDArray[np.uint32]:
     first = np.array(hash_ids, dtype=np.uint64) * np.uint64(TRACE_TOKENS)
     mixed = np.add.outer(first, np.arange(TRACE_TOKENS, dtype=np.uint64))
     mixed = (mixed ^ (mixed >> np.uint64(7))) * np.uint64(0x9E3779B97F4A7C15)
-    return (mixed >> np.uint64(47)).astype(np.uint32).reshape(-1)[:num_tokens]  # of a vocabulary of 131,072
+    tokens: npt.NDArray[np.uint32] = (mixed >> np.uint64(47)).astype(np.uint32)  # of a vocabulary of 131,072
+    return tokens.reshape(-1)[:num_tokens]
 
 
 _ROOT = root("trace")

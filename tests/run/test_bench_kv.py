@@ -44,7 +44,9 @@ def test_it_prints_one_object_and_leaves_nothing(
     assert found["layout_bytes_per_token"] < found["disk_bytes_per_token"]
     assert (found["trace_blocks"], found["hit_ratio"], found["hit_ratio_optimum"]) == (16, 0.25, 0.25)
     assert found["cached_token_ratio"] == 0.25
-    assert found["hit_ratio_bounded"] == {"0.01": 0.0625, "0.1": 0.0625, "0.5": 0.25}, "of 12 blocks 1, 1 and 6"
+    assert found["hit_ratio_bounded"] == {
+        **{"0.01": 0.0625, "0.1": 0.0625, "0.5": 0.25, "1.0": 0.25}  # of 12 blocks 1, 1, 6 and 12
+    }
     assert list(folder.iterdir()) == []
     kv.bench_kv(folder=folder, block_bytes=890, trace=tmp_path / "none")
     told = capsys.readouterr().out
