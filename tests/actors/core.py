@@ -75,7 +75,7 @@ class Listener(Actor):
     def reset(self, request_id: str) -> None:
         """Forget a request, so that its id can be used again."""
         for known in (self.tokens, self.ends, self._is_over):
-            known.pop(request_id, None)  # type: ignore[attr-defined]
+            known.pop(request_id, None)
 
     def over(self, request_id: str) -> asyncio.Event:
         return self._is_over.setdefault(request_id, asyncio.Event())
