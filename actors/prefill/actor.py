@@ -95,6 +95,7 @@ class Prefill(Actor):
     async def on_stop(self) -> None:
         await self._engine.close()
         self.keeper.close()
+        await self.loader.close()
         self._phases.end_all()
 
     def load(self) -> LoadReported:

@@ -111,6 +111,7 @@ class Loader:
         report_load: Callable[[], Awaitable[None]],
     ) -> None:
         self._bus = bus
+        self._files = files
         self._snapshots = snapshots
         self._spawn = spawn
         self._on_loaded = on_loaded
@@ -153,6 +154,10 @@ class Loader:
         for tasks in (self._loading, self._telling):
             if (task := tasks.pop(job.id, None)) is not None:
                 task.cancel()
+
+    async def close(self) -> None:
+        """Let go of the folder. Idempotent."""
+        await self._files.close()
 
     async def _load(self, job: Job, fetched: Fetched, expected: Slab) -> None:
         """Take what can be had in time. Cancelled at any point, it leaves nothing behind."""

@@ -18,7 +18,8 @@ from actors.rules.location import Location, file_name
 from actors.rules.slab import Slab, pack_slot
 from bus.actor import Actor, Envelope, Handler
 from bus.bulk import Bulk
-from bus.bus import Bus, BusError
+from bus.bus import Bus, BusError, fail
+from bus.files import Files
 from bus.memory_files import MemoryFiles
 from bus.subjects import (
     CANCEL_PREFILL,
@@ -36,7 +37,7 @@ from bus.subjects import (
     Address,
     Subject,
 )
-from kernels.engine import Tokens
+from kernels.engine import EngineInfo, Tokens
 from kernels.timed import StepCost, TimedEngine
 from run.simulator import World
 from schemas.bulk import Payload
@@ -49,6 +50,7 @@ from schemas.cache import (
     SnapshotsKept,
     StoreBlocks,
 )
+from schemas.failure import Code
 from schemas.handover import HandedOver, HandOver
 from schemas.message import Role
 from schemas.request import Cancel, Resend, Taken, TokensEmitted
@@ -157,11 +159,12 @@ class Shelf(Actor):
     """In the place of a writer: puts each block in the next slot of one slab, at once."""
 
     role = Role.WRITER
+    slab: Slab
 
-    def __init__(self, id: str, bus: Bus, files: MemoryFiles) -> None:
+    def __init__(self, id: str, bus: Bus, bulk: Bulk, files: Files) -> None:
         super().__init__(id, bus)
-        self.files = files
-        self.slab = Slab(BLOCK_BYTES, NUM_SLOTS, hashlib.sha256(SPACE.encode()).digest()[:16], 1)
+        self._bulk = bulk
+        self._files = files
         self.name = file_name(SLAB, id)
         self.locations: dict[bytes, Location] = {}
         self.stored: list[StoreBlocks] = []
@@ -173,23 +176,30 @@ class Shelf(Actor):
     def events(self) -> Mapping[Address[Any, Any], Handler]:
         return {FAILED.at(Role.PREFILL): self._on_failed}
 
+    async def open(self, info: EngineInfo) -> None:
+        """Make the slab, for the blocks of this engine."""
+        self.slab = Slab(info.block_bytes, NUM_SLOTS, hashlib.sha256(info.space.encode()).digest()[:16], 1)
+        await self._files.create(self.name, self.slab.file_bytes)
+        await self._files.write(self.name, [(0, self.slab.pack())])
+
     async def _on_store(self, store: StoreBlocks, envelope: Envelope) -> BlocksWritten:
         self.stored.append(store)
-        for number in range(len(store.keys) // KEY_BYTES):
-            part = slice(number * KEY_BYTES, (number + 1) * KEY_BYTES)
-            payload = store.payloads.inline[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]
-            self.put(store.keys[part], store.parents[part], payload, approximate=store.approximate)
-        return BlocksWritten(num_new=len(store.keys) // KEY_BYTES)
+        payloads, size = await self._bulk.unwrap(store.payloads), self.slab.payload_bytes
+        num = len(store.keys) // KEY_BYTES
+        for number in range(num):
+            key, parent = (keys[number * KEY_BYTES : (number + 1) * KEY_BYTES] for keys in (store.keys, store.parents))
+            payload = payloads[number * size : (number + 1) * size]
+            data = pack_slot(self.slab, key, parent, payload, approximate=store.approximate)
+            location = Location(SLAB, len(self.locations), store.approximate)
+            try:
+                await self._files.write(self.name, [(self.slab.offset(location.slot), data)])
+            except OSError as error:
+                raise fail(Code.INTERNAL, str(error)) from None
+            self.locations[key] = location
+        return BlocksWritten(num_new=num)
 
     async def _on_failed(self, failed: BlocksFailed, envelope: Envelope) -> None:
         self.failed.append(failed)
-
-    def put(self, key: bytes, parent: bytes, payload: bytes, *, approximate: bool) -> None:
-        file = self.files.folder.files.setdefault(self.name, bytearray(self.slab.pack()).ljust(self.slab.file_bytes))
-        slot = len(self.locations)
-        start = self.slab.offset(slot)
-        file[start : start + self.slab.slot_bytes] = pack_slot(self.slab, key, parent, payload, approximate=approximate)
-        self.locations[key] = Location(SLAB, slot, approximate)
 
 
 class Directory(Actor):
@@ -227,7 +237,7 @@ class Stand(World):
         self.entry = Entry("e0", await bus("entrypoint/e0"))
         self.sink = Sink("d0", await bus("decode/d0"), await self.bulk("decode/d0"))
         self.balancer = PrefillRoutes("pb0", await bus("prefill-balancer/pb0"))
-        self.shelf = Shelf("w0", await bus("writer/w0"), MemoryFiles(self.folder))
+        self.shelf = Shelf("w0", await bus("writer/w0"), await self.bulk("writer/w0"), self.open_files("writer/w0"))
         self.directory = Directory("m0", await bus("metadata/m0"))
         routes = DecodeRoutes("db0", await bus("decode-balancer/db0"))
         for actor in (self.entry, self.sink, self.balancer, self.shelf, self.directory, routes):
@@ -236,6 +246,7 @@ class Stand(World):
         prefill = self.actors["prefill/p0"]
         assert isinstance(prefill, Prefill)
         self.prefill = prefill
+        await self.shelf.open(self.engine.info)
         await asyncio.sleep(0.01)
 
     @property
@@ -265,11 +276,13 @@ class Stand(World):
         )
         return structs.replace(prefix, **fields)
 
-    async def send(self, id: str, prompt: Tokens, prefix: CachedPrefix | None, **fields: Any) -> None:
+    async def send(
+        self, id: str, prompt: Tokens, prefix: CachedPrefix | None, *, to: str = "p0", **fields: Any
+    ) -> None:
         """Dispatch a prompt."""
         fields = {"prompt": Payload(inline=prompt.tobytes()), "prefix": prefix, **fields}
         message = structs.replace(dispatch(id, len(prompt)), **fields)
-        await self.entry.bus.ask(DISPATCH.at("p0"), message, timeout_s=5)
+        await self.entry.bus.ask(DISPATCH.at(to), message, timeout_s=5)
 
     async def finish(self, id: str, prompt: Tokens, prefix: CachedPrefix | None, **fields: Any) -> bytes:
         """The state that was handed over; all is quiet then."""

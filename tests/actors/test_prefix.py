@@ -78,6 +78,22 @@ def test_the_next_turn_computes_its_new_tokens_only_and_its_state_is_that_of_a_c
     run_virtual(main())
 
 
+def test_another_replica_restores_it_as_well() -> None:
+    async def main() -> None:
+        (expected,) = await cold([SECOND])
+        async with stand() as system:
+            await system.add_prefill("p1", TimedEngine(info(max_tokens=4096, space=SPACE), VOCABULARY))
+            await system.finish("r1", FIRST, system.cached(FIRST))
+            await system.send("r2", SECOND, system.cached(SECOND), to="p1")
+            while "r2" not in system.sink.taken:
+                await asyncio.sleep(0.001)
+            assert system.sink.taken["r2"][1] == expected
+            detail = system.actors["prefill/p1"].load().detail
+            assert detail["computed_tokens"] == len(SECOND) - blocks(4) and detail["restored_tokens"] == blocks(4)
+
+    run_virtual(main())
+
+
 def test_the_same_prompt_again_stores_nothing_and_keeps_no_windows() -> None:
     async def main() -> None:
         async with stand() as system:
