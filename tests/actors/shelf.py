@@ -18,7 +18,7 @@ from actors.rules import location
 from actors.rules.location import Location
 from bus.actor import Actor, Envelope, Handler
 from bus.bulk import Bulk
-from bus.bus import Bus, Delivery
+from bus.bus import Bus, Delivery, fail
 from bus.memory import MemoryWire
 from bus.memory_files import MemoryFiles, MemoryFolder
 from bus.subjects import ADOPT, DROP, DROPPED, DUMP, FIND, MAKE_ROOM, STORED, Subject
@@ -36,6 +36,7 @@ from schemas.cache import (
     MakeRoom,
     Snapshot,
 )
+from schemas.failure import Code
 from schemas.message import Role
 from schemas.request import Taken
 from schemas.routing import LoadReported
@@ -79,6 +80,7 @@ class StandIn(Actor):
         self.adopted: list[str] = []
         self.dropped: list[bytes] = []
         self.dump_gate: asyncio.Event | None = None
+        self.bad_dumps: list[str] = []  # what is wrong with the next ones
 
     def handlers(self) -> Mapping[Subject[Any, Any], Handler]:
         return {DUMP: self._on_dump, DROP: self._on_drop, ADOPT: self._on_adopt}
@@ -115,12 +117,17 @@ class StandIn(Actor):
 
     async def _on_dump(self, dump: DumpBlocks, envelope: Envelope) -> BlocksDumped:
         self.num_dumps += 1
+        wrong = self.bad_dumps.pop(0) if self.bad_dumps else ""
+        if wrong == "refused":
+            raise fail(Code.INTERNAL, "no dump for you")
         words, pairs = list(self.shelf.blocks), list(self.shelf.blocks.values())
         keys, parents = b"".join(key for key, _ in pairs), b"".join(parent for _, parent in pairs)
         if dump.shards:
             ours = block_keys.owners(block_keys.keys(keys), dump.shards) == dump.shards.index(dump.shard)
             keys = block_keys.keys(keys)[ours].tobytes()
             words, parents = np.array(words, dtype=np.uint64)[ours].tolist(), b""
+        if wrong == "short":
+            words = words[1:]
         dumped = BlocksDumped(
             writer=self.id,
             incarnation=self.incarnation,

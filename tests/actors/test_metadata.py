@@ -230,6 +230,8 @@ def test_shards_share_out_the_keys_and_only_those_of_who_joins_or_leaves_move() 
             assert writer.num_dumps - num_dumps <= 2, "those that only lose keys ask for nothing"
             words += await writer.store(more := chain("b", 50))
             keys += more
+            await asyncio.sleep(1)
+            await spread(["m0", "m1", "m2"])
             world.kill("metadata/m1")
             await asyncio.sleep(QUIET_S)
             left = await spread(["m0", "m2"])
@@ -288,6 +290,21 @@ def test_members_that_change_during_a_dump_mean_one_more() -> None:
             writer.dump_gate.set()
             await asyncio.sleep(QUIET_S)
             assert await world.found("m0", keys) == words
+
+    run_virtual(main())
+
+
+def test_a_dump_that_fails_or_makes_no_sense_is_asked_for_again() -> None:
+    async def main() -> None:
+        async with cache() as world:
+            writer = await world.with_writer("w0", Shelf(7))
+            words = await writer.store(keys := chain("a", 4))
+            writer.bad_dumps = ["refused", "short"]
+            await world.with_metadata("m0")
+            await asyncio.sleep(0.1)
+            assert await world.found("m0", keys) == [-1] * 4
+            await asyncio.sleep(QUIET_S)
+            assert await world.found("m0", keys) == words and writer.num_dumps == 3
 
     run_virtual(main())
 
