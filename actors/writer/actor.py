@@ -151,7 +151,7 @@ class Writer(Actor):
             await envelope.answer(error.failure)
         except OSError as error:
             code = Code.OVERLOADED if error.errno in _FULL else Code.INTERNAL
-            await envelope.answer(fail(code, f"writer {self.id} could not write: {error}").failure)
+            await envelope.answer(fail(code, f"writer {self.id} could not write: {error.strerror}").failure)
         finally:
             self._num_stores -= 1
             self._work_bytes -= message.payloads.size_bytes
@@ -264,7 +264,7 @@ class Writer(Actor):
             await self._disk.files.rename(name, new_name)
             sizes = dict(await self._disk.files.list())
         except OSError as error:
-            await envelope.answer(fail(Code.NOT_FOUND, f"writer {self.id} cannot adopt {name}: {error}").failure)
+            await envelope.answer(fail(Code.NOT_FOUND, f"{self.id} cannot adopt {name}: {error.strerror}").failure)
             return
         await self._disk.take_over(number, sizes.get(new_name, 0))
         await self._publish()

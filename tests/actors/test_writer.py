@@ -91,7 +91,8 @@ def test_room_is_asked_for_before_it_runs_out_and_not_all_the_time() -> None:
             for number in (14, 15):
                 await front.store(number)
             assert [asked.num_slots >= 1 for asked in front.room.asked] == [True, True]
-            assert await front.refused(16) == Code.OVERLOADED
+            for _ in range(3):
+                assert await front.refused(16) == Code.OVERLOADED
             assert len(front.room.asked) == 2
             await asyncio.sleep(2)
             front.room.may_add = True

@@ -187,3 +187,37 @@ def test_a_wrong_report_drops_nothing() -> None:
             assert front.readable(*range(4)) == [0, 3]
 
     run_virtual(main())
+
+
+def test_what_a_cut_left_of_a_header_does_not_come_back() -> None:
+    """A slot is free, as its payload is cut off, and is written again: until that is done nothing is there."""
+
+    async def main() -> None:
+        async with desk(num_slots=4) as (front, _):
+            await front.store(*range(4))
+            (name,) = front.world.folder.files
+            front.world.files["writer/w0"].truncate(name, slab_bytes(2) + HEADER_BYTES + 20)
+            await front.restart(4)
+            hold = front.world.files["writer/w0"].hold_next("write")
+            storing = asyncio.create_task(front.store(8, 9))
+            await hold.is_reached.wait()
+            storing.cancel()
+            await front.restart(4)
+            assert len(front.world.folder.files[name]) >= slab_bytes(3)
+            assert front.found.keys() == {key(0), key(1)}
+
+    run_virtual(main())
+
+
+def test_a_report_of_a_block_that_was_there_before_hides_no_other() -> None:
+    async def main() -> None:
+        async with desk() as (front, _):
+            await front.store(0, 1)
+            (name,) = front.world.folder.files
+            front.world.files["writer/w0"].flip(name, HEADER_BYTES + 100)
+            front.found[key(7)] = front.found[key(0)]  # as one who missed that slot 0 has another block now
+            await front.report_failed(0, 7)
+            del front.found[key(7)]
+            assert front.found.keys() == {key(1)}
+
+    run_virtual(main())

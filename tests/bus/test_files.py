@@ -176,6 +176,25 @@ class TestPosixFiles:
 
         run_async(main())
 
+    def test_a_file_that_is_removed_while_it_is_written_is_not_written(
+        self, run_async: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pwrite = os.pwrite
+
+        def meet(descriptor: int, data: memoryview, at: int) -> int:
+            (tmp_path / NAME).unlink()
+            return pwrite(descriptor, data, at)
+
+        async def main() -> None:
+            files = PosixFiles(tmp_path)
+            await files.create(NAME, 10)
+            monkeypatch.setattr(os, "pwrite", meet)
+            with pytest.raises(FileNotFoundError):
+                await files.write(NAME, [(0, b"x")])
+            await files.close()
+
+        run_async(main())
+
     @pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EINVAL])
     def test_a_disk_that_cannot_reserve(
         self, run_async: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
