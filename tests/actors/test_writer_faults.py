@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.rules.slab import HEADER_BYTES
+from bus.files import FileInfo
 from run.virtual import run_virtual
 from schemas.failure import Code
 from tests.actors.writing import SLOT_BYTES, assert_baseline, desk, key, slab_bytes
@@ -219,5 +220,42 @@ def test_a_report_of_a_block_that_was_there_before_hides_no_other() -> None:
             await front.report_failed(0, 7)
             del front.found[key(7)]
             assert front.found.keys() == {key(1)}
+
+    run_virtual(main())
+
+
+def test_a_new_file_that_cannot_be_written_is_removed() -> None:
+    async def main() -> None:
+        async with desk() as (front, _):
+            front.world.files["writer/w0"].fail_next(OSError(errno.EIO, "no"), "write")
+            assert await front.refused(1) == Code.OVERLOADED
+            assert front.world.folder.files == {}
+            await asyncio.sleep(2)
+            assert await front.store(1) == 1
+
+    run_virtual(main())
+
+
+def test_a_file_made_while_the_missing_ones_are_looked_for_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with desk() as (front, _):
+            await front.store(0)
+            files, may_return = front.world.files["writer/w0"], asyncio.Event()
+            look = files.list
+
+            async def look_long() -> list[FileInfo]:
+                found = await look()
+                await may_return.wait()
+                return found
+
+            monkeypatch.setattr(files, "list", look_long)
+            files.vanish()
+            storing = asyncio.create_task(front.refused(1))
+            await asyncio.sleep(1)
+            assert await front.store(2, space="other") == 1
+            may_return.set()
+            assert await storing == Code.INTERNAL
+            assert front.found.keys() == {key(2)}
+            assert front.readable(2) == [2]
 
     run_virtual(main())
