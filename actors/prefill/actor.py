@@ -250,17 +250,18 @@ class Prefill(Actor):
         self._load_more()
 
     async def _resume(self, job: Job) -> None:
-        """Give the engine what was loaded for an admitted job; if it does not take it, the job is computed whole."""
-        restored, num_done = job.restored, 0
-        num_tokens = restored.hit.num_blocks * BLOCK_TOKENS
-        if num_tokens:
+        """Give the engine what was loaded for an admitted job; what it does not take is computed."""
+        num_done = 0
+        while num_tokens := job.restored.hit.num_blocks * BLOCK_TOKENS:
+            prefix = Prefix(job.tokens[:num_tokens], job.restored.payloads, job.restored.windows)
             try:
-                prefix = Prefix(job.tokens[:num_tokens], restored.payloads, restored.windows)
                 num_done = await self._engine.resume(job.id, prefix)
-                self._totals["restored_tokens"] += num_tokens
-                self._totals["replayed_tokens"] += num_tokens - num_done
             except StateError as error:
-                self.loader.settle(job, NOTHING, str(error))
+                self.loader.settle(job, job.restored.without_windows(), str(error))
+                continue
+            self._totals["restored_tokens"] += num_tokens
+            self._totals["replayed_tokens"] += num_tokens - num_done
+            break
         job.resumed(num_done)
 
     async def _compute(self, step: Sequence[tuple[Job, Chunk]]) -> None:

@@ -27,6 +27,8 @@ class Keeping:
         if fetched is not None:
             self._bad.update(*fetched.bad().values())
             self._lost.update(fetched.lost())
+        if restored.hit.num_replayed:
+            self._lost.add(restored.hit.num_blocks)
         self.approximate = restored.approximate
         self._start = restored.hit.start
         self._num_seen = restored.hit.num_blocks

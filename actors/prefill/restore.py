@@ -40,6 +40,13 @@ class Restored:
     payloads: Sequence[Buffer] = ()
     windows: bytes | None = None
 
+    def without_windows(self) -> Restored:
+        """What is left when the engine takes it not: a replay, if it has not been one."""
+        num_blocks = self.hit.num_blocks
+        if self.windows is None or num_blocks < 2:
+            return NOTHING
+        return Restored(Hit(num_blocks, (num_blocks - 1) * BLOCK_TOKENS), approximate=True, payloads=self.payloads)
+
     def shortened(self, planned: Restored, request_id: str, epoch: int, reason: str) -> HitShortened | None:
         """What the entrypoint is to be told, which believes in `planned`; None if it is right."""
         if (self.hit, self.approximate) == (planned.hit, planned.approximate):

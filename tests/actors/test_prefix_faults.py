@@ -15,7 +15,7 @@ from msgspec import structs
 from actors.rules.location import words
 from actors.rules.slab import FREE, HEADER_BYTES, pack_slot
 from bus.snapshots import SNAPSHOT_S
-from kernels.engine import Prefix
+from kernels.engine import Prefix, StateError
 from kernels.timed import TimedEngine
 from run.virtual import run_virtual
 from schemas.cache import BlocksFailed, CachedPrefix, HitShortened, Snapshot
@@ -263,7 +263,7 @@ def test_a_holder_that_does_not_answer_costs_a_block() -> None:
     run_virtual(main())
 
 
-def test_windows_that_the_engine_does_not_take_cost_the_whole_hit() -> None:
+def test_windows_that_the_engine_does_not_take_cost_a_block() -> None:
     async def main() -> None:
         (expected,) = await cold([SECOND])
         async with stand() as system:
@@ -274,8 +274,28 @@ def test_windows_that_the_engine_does_not_take_cost_the_whole_hit() -> None:
             await asyncio.sleep(0.01)
             assert await system.finish("r2", SECOND, system.cached(SECOND)) == expected
             (told,) = system.entry.shortened["r2"]
-            assert (told.num_blocks, told.start, told.approximate) == (0, 0, False)
-            assert system.detail("restored_tokens") == 0
+            assert (told.num_blocks, told.start, told.approximate) == (6, blocks(5), True)
+            assert system.detail("restored_tokens") == blocks(6) and system.detail("replayed_tokens") == blocks(1)
+
+    run_virtual(main())
+
+
+def test_blocks_that_the_engine_does_not_take_cost_the_whole_hit() -> None:
+    async def main() -> None:
+        (expected,) = await cold([SECOND])
+        engine = TimedEngine(info(max_tokens=4096, space=SPACE), VOCABULARY)
+
+        async def refuse(key: str, prefix: Prefix) -> int:
+            raise StateError("not as they should be")
+
+        async with stand(engine) as system:
+            prefix = await warm(system)
+            engine.resume = refuse  # type: ignore[method-assign]
+            assert await system.finish("r2", SECOND, prefix) == expected
+            told = [(one.num_blocks, one.start, one.approximate) for one in system.entry.shortened["r2"]]
+            assert told == [(6, blocks(5), True), (0, 0, False)]
+            chain = system.sink.taken["r2"][0].chain
+            assert system.detail("restored_tokens") == 0 and chain is not None and not chain.approximate
 
     run_virtual(main())
 
