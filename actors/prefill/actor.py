@@ -15,7 +15,6 @@ from actors.prefill.batch import Batch, Job, Loading, is_meant
 from actors.prefill.disk import Loader
 from actors.prefill.phases import Phases
 from actors.prefill.restore import NOTHING
-from actors.rules.chain import BLOCK_TOKENS
 from actors.rules.emission import Held, resend_answer
 from actors.rules.ring import Ring
 from bus.actor import Actor, Envelope, Handler
@@ -34,7 +33,7 @@ from bus.subjects import (
     Address,
     Subject,
 )
-from kernels.engine import Chunk, Engine, Prefix, StateError
+from kernels.engine import Chunk, Engine
 from schemas.cache import DescribeSpace, SpaceDescribed
 from schemas.failure import Code, Failure
 from schemas.handover import Dispatch, Dispatched, Refused
@@ -73,7 +72,7 @@ class Prefill(Actor):
         self._pulling: dict[str, Dispatch] = {}
         self._leaving: dict[str, tuple[Job, Offering]] = {}
         self._phases = Phases(id)
-        self._totals = {"computed_tokens": 0.0, "restored_tokens": 0.0, "replayed_tokens": 0.0}
+        self._num_computed = 0  # tokens
         self._has_work = asyncio.Event()
 
     def handlers(self) -> Mapping[Subject[Any, Any], Handler]:
@@ -110,7 +109,7 @@ class Prefill(Actor):
             reservations=[job.dispatch.reservation for job in jobs],
             detail={
                 "handing_over": float(len(self._leaving)),
-                **self._totals,
+                "computed_tokens": float(self._num_computed),
                 **self.loader.detail(),
                 **self.keeper.detail(),
             },
@@ -243,26 +242,11 @@ class Prefill(Actor):
             except ValueError as error:
                 await self._reject(job, Failure(code=Code.VISION_ERROR, message=str(error)))
             else:
-                await self._resume(job)
+                await self.loader.resume(job, self._engine)
         for job in hopeless:
             why = f"{len(job.tokens)} prompt tokens do not fit into prefill {self.id}"
             await self._reject(job, Failure(code=Code.CONTEXT_LENGTH, message=why))
         self._load_more()
-
-    async def _resume(self, job: Job) -> None:
-        """Give the engine what was loaded for an admitted job; what it does not take is computed."""
-        num_done = 0
-        while num_tokens := job.restored.hit.num_blocks * BLOCK_TOKENS:
-            prefix = Prefix(job.tokens[:num_tokens], job.restored.payloads, job.restored.windows)
-            try:
-                num_done = await self._engine.resume(job.id, prefix)
-            except StateError as error:
-                self.loader.settle(job, job.restored.without_windows(), str(error))
-                continue
-            self._totals["restored_tokens"] += num_tokens
-            self._totals["replayed_tokens"] += num_tokens - num_done
-            break
-        job.resumed(num_done)
 
     async def _compute(self, step: Sequence[tuple[Job, Chunk]]) -> None:
         try:
@@ -276,7 +260,7 @@ class Prefill(Actor):
         jobs = []
         for job, chunk in step:
             job.num_done += len(chunk.tokens)
-            self._totals["computed_tokens"] += len(chunk.tokens)
+            self._num_computed += len(chunk.tokens)
             if not job.is_cancelled and (job.num_left or await self._finish(job)):
                 jobs.append(job)
         for job in jobs:  # now that all who are ready are on their way

@@ -12,6 +12,7 @@ from typing import Any
 
 from actors.prefill.batch import Job, Loading
 from actors.prefill.restore import Block, Fetched, Restored, Windows, open_slots
+from actors.rules.chain import BLOCK_TOKENS
 from actors.rules.location import SLOT_BITS, parse_name
 from actors.rules.slab import HEADER_BYTES, Slab
 from bus.blocks import Spawn
@@ -20,7 +21,7 @@ from bus.files import Buffer, Files
 from bus.insist import insist
 from bus.snapshots import Snapshots
 from bus.subjects import FAILED, SHORTENED
-from kernels.engine import EngineInfo
+from kernels.engine import Engine, EngineInfo, Prefix, StateError
 from schemas.cache import HitShortened
 from schemas.message import Role
 
@@ -99,7 +100,8 @@ class SlabReader:
 
 
 class Loader:
-    """Loads what is cached of prompts, each in a task of its own, and tells those who count on more what came of it."""
+    """Loads what is cached of prompts, each in a task of its own, gives it to the engine, and tells those who count on
+    more what came of it."""
 
     def __init__(
         self,
@@ -117,6 +119,7 @@ class Loader:
         self._on_loaded = on_loaded
         self._report_load = report_load
         self._reader = SlabReader(files, bus.seams.run_beside)
+        self._num_restored = self._num_replayed = 0  # tokens
         self._loading: dict[str, asyncio.Task[None]] = {}
         self._telling: dict[str, asyncio.Task[None]] = {}
 
@@ -128,6 +131,8 @@ class Loader:
     def detail(self) -> dict[str, float]:
         """For a load report: totals since the start."""
         return {
+            "restored_tokens": float(self._num_restored),
+            "replayed_tokens": float(self._num_replayed),
             "read_bytes": float(self._reader.read_bytes),
             "snapshot_bytes": float(self._snapshots.pulled_bytes),
         }
@@ -143,6 +148,21 @@ class Loader:
         if shortened is not None:
             log.info("%d tokens of %s are restored: %s", restored.hit.start, job.id, reason)
             self._telling[job.id] = self._spawn(self._tell(job, shortened, self._telling.get(job.id)))
+
+    async def resume(self, job: Job, engine: Engine) -> None:
+        """Give the engine what was loaded for an admitted job; what it does not take is to be computed."""
+        num_done = 0
+        while num_tokens := job.restored.hit.num_blocks * BLOCK_TOKENS:
+            prefix = Prefix(job.tokens[:num_tokens], job.restored.payloads, job.restored.windows)
+            try:
+                num_done = await engine.resume(job.id, prefix)
+            except StateError as error:
+                self.settle(job, job.restored.without_windows(), str(error))
+                continue
+            self._num_restored += num_tokens
+            self._num_replayed += num_tokens - num_done
+            break
+        job.resumed(num_done)
 
     async def told(self, job: Job) -> None:
         """Returns when the entrypoint knows, or cannot be told."""
