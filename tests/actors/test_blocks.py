@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from actors.rules import blocks
 from actors.rules.blocks import BlockTable, Keys
 
 # Few places to begin at, so that probes are long and entries stand in each other's way.
@@ -81,3 +82,19 @@ def test_many_at_once_and_what_they_take(num: int) -> None:
     assert not table.find(keys ^ np.uint64(1))[1].any()
     if num > 10_000:
         assert table.size_bytes / num < 100
+
+
+def test_it_grows_a_little_with_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "_AT_ONCE", 64)
+    move, moved = BlockTable._move, list[int]()
+
+    def spy(self: BlockTable, num_places: int) -> None:
+        moved.append(num_places)
+        move(self, num_places)
+
+    monkeypatch.setattr(BlockTable, "_move", spy)
+    table, keys = BlockTable(), many(6000)
+    for start in range(0, len(keys), 16):
+        table.put(keys[start : start + 16], np.arange(16, dtype=np.uint64))
+    assert set(moved) == {64} and len(moved) > 40
+    assert table.find(keys)[1].all() and len(table) == len(keys)

@@ -214,7 +214,8 @@ def test_numbers_of_blocks_and_of_parents_that_never_came_are_used_again() -> No
     reclaim = Named()
     for now in range(200):
         keys = chain(reclaim, f"{now:04}", 20, now)
-        reclaim.stored(b"%015d" % now, b"never came %04d" % now, now)
+        for parent in (b"never came %04d", b"nor did this %04d"):
+            reclaim.stored(b"%015d" % now, parent % now, now)
         assert len(reclaim.victims(21)) == 21 and reclaim.num_blocks == 0, keys
     assert reclaim.reclaim._num_free == len(reclaim.reclaim._free) == 1024
     assert len(reclaim.reclaim._table) == 0
