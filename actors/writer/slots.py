@@ -108,8 +108,11 @@ class Slots:
         """Which of these are worth a write: not here, or only as an approximation of what is offered; each once."""
         locations, is_here = self._table.find(keys)
         chosen = ~is_here | ((locations & np.uint64(1)) > approximate)
+        first: dict[bytes, int] = {}
+        for number, key in enumerate(_names(keys)):
+            first.setdefault(key, number)
         is_first = np.zeros(len(keys), bool)
-        is_first[np.unique(keys, axis=0, return_index=True)[1]] = True
+        is_first[list(first.values())] = True
         return np.asarray(chosen & is_first)
 
     def take(self, layout: Layout, num: int) -> Sequence[Place] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import zlib
 from types import TracebackType
 from typing import Self
 
@@ -11,14 +10,6 @@ from bus.actor import Actor
 from bus.bulk import MemoryBulk, MemoryHub
 from bus.bus import Bus
 from bus.memory import MemoryBroker, MemoryWire
-
-
-class _Bulk(MemoryBulk):
-    """Sums up beside the loop, as over sockets."""
-
-    async def checksum(self, data: bytes) -> int:
-        """See `Bulk.checksum`."""
-        return await asyncio.to_thread(zlib.crc32, data)
 
 
 class Rig:
@@ -32,7 +23,7 @@ class Rig:
 
     async def place(self) -> tuple[Bus, MemoryBulk]:
         """Bus and bulk for an actor, or for whoever talks to one."""
-        place = Bus(MemoryWire(self._broker)), _Bulk(self._hub)
+        place = Bus(MemoryWire(self._broker)), MemoryBulk(self._hub)
         self._places.append(place)
         await place[0].open()
         await place[1].start()
