@@ -175,6 +175,15 @@ def test_a_parent_that_was_a_leaf_and_is_none_again_waits_for_its_child() -> Non
     assert reclaim.victims(2) == keys[::-1]
 
 
+def test_a_touch_goes_all_the_way_up() -> None:
+    reclaim = Named()
+    one, two = chain(reclaim, "one", 5, 1.0), chain(reclaim, "two", 1, 2.0)
+    reclaim.touched(one[4:], 3.0)
+    for key in one[:0:-1]:
+        reclaim.dropped(key)
+    assert reclaim.victims(2) == [*two, one[0]]
+
+
 def test_a_block_is_as_recent_as_what_was_built_on_it() -> None:
     reclaim = Named()
     one, two = chain(reclaim, "one", 2, 1.0), chain(reclaim, "two", 2, 2.0)
