@@ -82,8 +82,8 @@ def _measure(client: Client, num_tokens: int, *, is_quiet: bool) -> dict[str, An
         first, answer = client.ask(messages)
         messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "And now, what else?"}]
         pairs.append((first, client.ask(messages)[0]))
-    first, second = (_median([pair[turn] for pair in pairs[1:]]) for turn in (0, 1))  # the first pair warms up
-    return {**first, "second": second}
+    measured = pairs[1:]  # the first one warms up
+    return {**_median([first for first, _ in measured]), "second": _median([second for _, second in measured])}
 
 
 def _median(turns: list[Turn]) -> dict[str, Any]:

@@ -36,12 +36,18 @@ class System:
     """`shoal up` as a child: its ready file, its output, and its end."""
 
     def __init__(
-        self, folder: Path, environment: dict[str, str] | None = None, *, ready_file: Path | None = None
+        self,
+        folder: Path,
+        environment: dict[str, str] | None = None,
+        *,
+        ready_file: Path | None = None,
+        cluster: Path | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.ready_file = ready_file or folder / "home" / "ready.json"
         told = ["--ready-file", str(ready_file)] if ready_file else []
+        told += ["--cluster", str(cluster)] if cluster else []
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("SHOAL_", "OTEL_"))}
         self.output = folder / "output.txt"
         with self.output.open("wb") as output:
