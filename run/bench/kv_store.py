@@ -96,7 +96,7 @@ class Store:
                 while writer.load().detail["unread_slabs"]:  # noqa: ASYNC110
                     await asyncio.sleep(0)
                 store = cls(*await rig.place(), writer, files[2], blocks)
-                await store._locate()
+                await store.locate()
                 yield store
         finally:
             for one in files:
@@ -127,9 +127,7 @@ class Store:
             raise OSError(f"{queue.num_lost} blocks were not stored")
 
     async def get(self) -> None:
-        """Read and check all blocks, as prefill does."""
-        if len(self._locations) < len(self._blocks.keys):
-            await self._locate()
+        """Read and check all blocks, as prefill does; `locate` them first."""
         await self._read(self._blocks.keys)
 
     async def singles(self, before: Callable[[], None]) -> dict[str, float]:
@@ -148,7 +146,7 @@ class Store:
             get_ms.append((time.perf_counter() - start_s) * 1e3)
         return {**_quantiles("put_ms", put_ms), **_quantiles("get_ms", get_ms)}
 
-    async def _locate(self) -> None:
+    async def locate(self) -> None:
         """Ask the writer where everything is."""
         dump = await self._bus.ask(DUMP.at(self._writer.id), DumpBlocks(), timeout_s=PATIENCE_S)
         parts = (dump.keys, dump.locations)

@@ -184,5 +184,6 @@ def test_only_a_process_that_computes_imports_torch(nats_server: ServerConfig, t
         "    print(sorted({'torch', 'triton'} & set(sys.modules)))\n"
         "asyncio.run(main())\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, cwd=Path.cwd(), timeout=50)
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path.cwd(), timeout=50)
     assert done.stdout.strip() == "[]", done.stderr
