@@ -22,10 +22,11 @@ class Hold:
 
 
 class MemoryFolder:
-    """The disk that the `MemoryFiles` of one simulation share."""
+    """The disk that the `MemoryFiles` of one simulation share, with room for files of `max_bytes` in all."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_bytes: float = float("inf")) -> None:
         self.files: dict[str, bytearray] = {}
+        self.max_bytes = max_bytes
 
 
 class MemoryFiles:
@@ -88,6 +89,8 @@ class MemoryFiles:
         await self._turn("create")
         if name in self.folder.files:
             raise FileExistsError(errno.EEXIST, "it exists", name)
+        if sum(map(len, self.folder.files.values())) + size_bytes > self.folder.max_bytes:
+            raise OSError(errno.ENOSPC, "no space left", name)
         self.folder.files[name] = bytearray(size_bytes)
 
     async def read(self, name: str, spans: Sequence[tuple[int, int]]) -> Sequence[Buffer]:

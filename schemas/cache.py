@@ -137,7 +137,10 @@ class DropBlocks(Message, frozen=True):
 
 
 class MakeRoom(Message, frozen=True):
-    """Writer → kvstore: I am running out of slots, and need `num_slots` more, or another file of `slab_bytes`."""
+    """Writer → kvstore: I am running out of slots, and need `num_slots` more, or another file of `slab_bytes`.
+
+    0 bytes: slots only, for there is no place on the disk for a file.
+    """
 
     writer: str
     num_slots: int

@@ -23,7 +23,8 @@ class Budget:
         self._allowed: dict[str, tuple[int, int, float]] = {}  # writer: slabs it had, bytes of the next, until when
 
     def may_add(self, writer: str, slab_bytes: int, files: Mapping[str, int], now_s: float) -> bool:
-        """Whether a writer may make a file. Asking again before it is there is asking for the same one."""
+        """Whether a writer may make a file. Asking again before it is there is asking for the same one; with 0 bytes,
+        giving it up."""
         slabs = self._count(files)
         self._allowed = {
             other: allowed
@@ -31,7 +32,7 @@ class Budget:
             if other != writer and allowed[2] > now_s and slabs.get(other, 0) <= allowed[0]
         }
         expected = self.num_bytes + sum(num_bytes for _, num_bytes, _ in self._allowed.values())
-        if expected + slab_bytes > self.max_bytes and slabs.get(writer, 0):
+        if not slab_bytes or (expected + slab_bytes > self.max_bytes and slabs.get(writer, 0)):
             return False
         self._allowed[writer] = (slabs.get(writer, 0), slab_bytes, now_s + ALLOWED_S)
         return True

@@ -54,6 +54,9 @@ ROOM_INTERVAL_S = 1.0
 ROOM_S = 2.0
 """How long an answer may take, and then the room."""
 
+FULL_S = 60.0
+"""How long no file is made after there was no place on the disk for one: it is smaller than the budget."""
+
 PULL_S = 10.0
 """How long the payloads of a store may take to come."""
 
@@ -91,7 +94,7 @@ class Writer(Actor):
         self._work_bytes = 0
         self._room: asyncio.Task[bool] | None = None
         self._has_freed = asyncio.Event()
-        self._room_at_s = 0.0
+        self._room_at_s = self._file_at_s = 0.0
         self._suspects: OrderedDict[Place, bytes] = OrderedDict()
         self._checking: asyncio.Task[None] | None = None
 
@@ -209,9 +212,10 @@ class Writer(Actor):
         self._has_freed.clear()
         slab = Slab(layout[0], self._num_slots(layout), layout[1], epoch=1)
         try:
-            for held in self.slots.empty(layout):
-                await self._disk.remove(held)
-            request = MakeRoom(writer=self.id, num_slots=num, slab_bytes=slab.file_bytes)
+            while useless := self.slots.empty(layout):
+                await self._disk.remove(useless[0])
+            file_bytes = slab.file_bytes if self.now_s() >= self._file_at_s else 0
+            request = MakeRoom(writer=self.id, num_slots=num, slab_bytes=file_bytes)
             made = await self.bus.ask(MAKE_ROOM.any(), request, timeout_s=ROOM_S)
             if made.may_add:
                 await self._disk.create(self.bus.seams.random.getrandbits(SLAB_BITS), slab)
@@ -220,6 +224,9 @@ class Writer(Actor):
                     await self._has_freed.wait()
             return True
         except (OSError, BusError) as error:  # TimeoutError is an OSError, too
+            if isinstance(error, OSError) and error.errno in _FULL and self.slots.num_slots:
+                self._file_at_s = self.now_s() + FULL_S
+                return await self._make_room(layout, num)
             log.warning("writer %s gets no room for %d blocks of %d bytes: %r", self.id, num, layout[0], error)
         self._room_at_s = self.now_s() + ROOM_INTERVAL_S
         return False

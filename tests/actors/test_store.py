@@ -27,6 +27,14 @@ def test_a_budget_counts_slabs_that_are_there_and_those_just_allowed() -> None:
     assert budget.may_add("w0", 400, files, ALLOWED_S + 1.0), "the other one never came"
 
 
+def test_a_file_for_which_there_is_no_place_is_given_up() -> None:
+    budget = Budget(1700)
+    assert budget.may_add("w0", 400, FILES, 0.0)
+    assert not budget.may_add("w1", 900, FILES, 0.0)
+    assert not budget.may_add("w0", 0, FILES, 0.0)
+    assert budget.may_add("w1", 900, FILES, 0.0)
+
+
 def test_a_writer_without_any_slab_may_always_have_one() -> None:
     budget = Budget(800)
     assert not budget.may_add("w0", 400, FILES, 0.0)

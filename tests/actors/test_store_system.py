@@ -6,6 +6,8 @@ import asyncio
 import hashlib
 from collections.abc import Sequence
 
+import pytest
+
 from actors.rules.location import Location, parse_name
 from actors.rules.ring import Ring
 from actors.rules.slab import HEADER_BYTES, Slab, read_slot
@@ -67,8 +69,8 @@ class Store(Cache):
         return here
 
 
-async def start(world: Store) -> None:
-    world.folder = MemoryFolder()
+async def start(world: Store, disk_bytes: float = float("inf")) -> None:
+    world.folder = MemoryFolder(disk_bytes)
     await world.with_kvstore("k0", world.folder, BUDGET_BYTES)
     await world.with_metadata("m0")
     for id in ("w0", "w1"):
@@ -99,6 +101,39 @@ def test_a_full_store_goes_on_with_what_is_used() -> None:
             assert await world.present(used) == used
             assert 90 < sum(map(len, here)) <= 6 * 32 and here[0] == []
             assert all(is_closed(keys, some) for keys, some in zip(chains, here, strict=True))
+
+    run_virtual(main())
+
+
+def test_a_disk_that_is_smaller_than_the_budget_is_used_as_one_that_is_full() -> None:
+    async def main() -> None:
+        async with cache(kind=Store) as world:
+            await start(world, disk_bytes=4 * SLAB_BYTES)
+            chains, num_lost = [chain(f"{n}", 16) for n in range(16)], 0
+            for keys in chains:
+                num_lost += await world.store(keys)
+                await asyncio.sleep(2.0)
+            assert num_lost == 0
+            assert len(world.folder.files) == 4
+            here = [await world.present(keys) for keys in chains]
+            assert here[0] == [] and here[-1] == chains[-1]
+
+    run_virtual(main())
+
+
+def test_a_writer_that_finds_no_place_on_the_disk_costs_the_others_nothing() -> None:
+    async def main() -> None:
+        async with cache(kind=Store) as world:
+            await start(world, disk_bytes=2 * SLAB_BYTES)
+            keys = chain("a", 16)
+            assert await world.store(keys) == 0
+            await world.with_files("w2")
+            block = StoreBlocks(space="s", keys=bytes(16), parents=bytes(16), payloads=Payload(inline=payload(b"")))
+            for _ in range(5):
+                with pytest.raises(BusError):
+                    await world.client.ask(STORE.at("w2"), block, timeout_s=5)
+                await asyncio.sleep(2.0)
+            assert await world.present(keys) == keys
 
     run_virtual(main())
 
