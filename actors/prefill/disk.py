@@ -8,11 +8,13 @@ import hashlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from actors.prefill.batch import Job, Loading
 from actors.prefill.restore import Block, Fetched, Restored, Windows, open_slots
 from actors.rules.chain import BLOCK_TOKENS
+from actors.rules.hit import Hit
 from actors.rules.location import SLOT_BITS, parse_name
 from actors.rules.slab import HEADER_BYTES, Slab
 from bus.blocks import Spawn
@@ -21,7 +23,7 @@ from bus.files import Buffer, Files
 from bus.insist import insist
 from bus.snapshots import Snapshots
 from bus.subjects import FAILED, SHORTENED
-from kernels.engine import Engine, EngineInfo, Prefix, StateError
+from kernels.engine import Engine, EngineInfo, Prefix
 from schemas.cache import HitShortened
 from schemas.message import Role
 
@@ -156,9 +158,12 @@ class Loader:
             prefix = Prefix(job.tokens[:num_tokens], job.restored.payloads, job.restored.windows)
             try:
                 num_done = await engine.resume(job.id, prefix)
-            except StateError as error:
+            except ValueError as error:  # damaged, or its windows are longer than what would be left to compute
                 self.settle(job, job.restored.without_windows(), str(error))
                 continue
+            if num_done != job.restored.hit.start:
+                hit = Hit(job.restored.hit.num_blocks, num_done)
+                self.settle(job, replace(job.restored, hit=hit), "windows that are not of a block")
             self._num_restored += num_tokens
             self._num_replayed += num_tokens - num_done
             break

@@ -15,6 +15,7 @@ from msgspec import structs
 from actors.rules.location import words
 from actors.rules.slab import FREE, HEADER_BYTES, pack_slot
 from bus.snapshots import SNAPSHOT_S
+from kernels import timed
 from kernels.engine import Prefix, StateError
 from kernels.timed import TimedEngine
 from run.virtual import run_virtual
@@ -372,5 +373,25 @@ def test_the_engine_would_show_a_wrong_block() -> None:
             prefix = await warm(system)
             engine.resume = swapped  # type: ignore[method-assign]
             assert await system.finish("r2", SECOND, prefix) != expected
+
+    run_virtual(main())
+
+
+def test_a_model_with_longer_windows_restores_less_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timed, "_WINDOW", 256)
+
+    async def main() -> None:
+        short = tokens(blocks(7) + 7)
+        expected = await cold([short, SECOND])
+        async with stand() as system:
+            await warm(system)
+            assert await system.finish("r3", short, system.cached(short)) == expected[0]
+            told = system.entry.shortened["r3"][-1]
+            assert (told.num_blocks, told.start, told.approximate) == (0, 0, False)
+            prefix = system.cached(SECOND)
+            system.prefill.keeper.snapshots.clear()
+            assert await system.finish("r2", SECOND, prefix) == expected[1]
+            told, num_blocks = system.entry.shortened["r2"][-1], prefix.num_blocks
+            assert (told.num_blocks, told.start, told.approximate) == (num_blocks, blocks(num_blocks) - 256, True)
 
     run_virtual(main())
