@@ -381,16 +381,16 @@ def test_a_model_with_longer_windows_restores_less_and_says_so(monkeypatch: pyte
     monkeypatch.setattr(timed, "_WINDOW", 256)
 
     async def main() -> None:
-        short = tokens(blocks(7) + 7)
-        expected = await cold([short, SECOND])
+        short, long = tokens(blocks(7) + 7), tokens(blocks(9) + 7)
+        expected = await cold([short, long])
         async with stand() as system:
             await warm(system)
             assert await system.finish("r3", short, system.cached(short)) == expected[0]
             told = system.entry.shortened["r3"][-1]
             assert (told.num_blocks, told.start, told.approximate) == (0, 0, False)
-            prefix = system.cached(SECOND)
+            prefix = system.cached(long)
             system.prefill.keeper.snapshots.clear()
-            assert await system.finish("r2", SECOND, prefix) == expected[1]
+            assert await system.finish("r2", long, prefix) == expected[1]
             told, num_blocks = system.entry.shortened["r2"][-1], prefix.num_blocks
             assert (told.num_blocks, told.start, told.approximate) == (num_blocks, blocks(num_blocks) - 256, True)
 
