@@ -10,6 +10,7 @@ So a torn, mixed or damaged slot is a miss, and never another block's content. A
 
 from __future__ import annotations
 
+import hashlib
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
@@ -45,12 +46,17 @@ class SlotError(Exception):
         self.check: Check = check
 
 
+def layout_of(space: str) -> bytes:
+    """The digest of a layout: `space` names the weights and how their blocks are laid out (`EngineInfo.space`)."""
+    return hashlib.sha256(space.encode()).digest()[:16]
+
+
 @dataclass(frozen=True, slots=True)
 class Slab:
     """What all slots of a file have in common: the file's header.
 
-    `layout` is a 16-byte digest of how payloads are laid out; `epoch` is the latest of the slab's writers, each of
-    which takes a higher one and writes it here before its first slot.
+    `layout` is what `layout_of` says; `epoch` is the latest of the slab's writers, each of which takes a higher one and
+    writes it here before its first slot.
     """
 
     payload_bytes: int

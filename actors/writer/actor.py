@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import hashlib
 import logging
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,10 +15,10 @@ from msgspec import structs
 from actors.rules.chain import KEY_BYTES
 from actors.rules.keys import Keys
 from actors.rules.keys import keys as as_keys
-from actors.rules.location import LOCATION_BYTES, SLAB_BITS, SLOT_BITS, file_name, parse_name, words
-from actors.rules.slab import HEADER_BYTES, Slab
+from actors.rules.location import LOCATION_BYTES, SLAB_BITS, file_name, parse_name, words
+from actors.rules.slab import layout_of
 from actors.writer.disk import Block, Disk
-from actors.writer.held import Layout, Place
+from actors.writer.held import Layout, Place, new_slab
 from actors.writer.slots import Slots
 from bus.actor import Actor, Envelope, Handler
 from bus.bulk import Bulk
@@ -95,7 +94,7 @@ class Writer(Actor):
         self._room: asyncio.Task[bool] | None = None
         self._has_freed = asyncio.Event()
         self._room_at_s = self._file_at_s = 0.0
-        self._suspects: OrderedDict[Place, bytes] = OrderedDict()
+        self._suspects: dict[Place, bytes] = {}
         self._checking: asyncio.Task[None] | None = None
 
     def handlers(self) -> Mapping[Subject[Any, Any], Handler]:
@@ -165,7 +164,7 @@ class Writer(Actor):
         numbers = np.flatnonzero(self.slots.wanted(keys, approximate=message.approximate)).tolist()
         if not numbers:
             return 0
-        places = await self._take(_layout(message.space, size), len(numbers))
+        places = await self._take((size, layout_of(message.space)), len(numbers))
         blocks = [
             Block(keys[number].tobytes(), parents[number].tobytes(), data[number * size : (number + 1) * size])
             for number in numbers
@@ -177,7 +176,7 @@ class Writer(Actor):
 
         Raises `BusError(overloaded)`.
         """
-        low = max(self._num_slots(layout) // 8, 1)
+        low = max(new_slab(layout, self._slab_bytes).num_slots // 8, 1)
         give_up_s = self.now_s() + ROOM_S
         while (places := self.slots.take(layout, num)) is None and self.now_s() < give_up_s:
             asking = self._ask_for_room(layout, max(2 * low, num))
@@ -192,11 +191,6 @@ class Writer(Actor):
 
     # Room
 
-    def _num_slots(self, layout: Layout) -> int:
-        """Of a new file."""
-        num = (self._slab_bytes - HEADER_BYTES) // (HEADER_BYTES + layout[0])
-        return min(max(num, 1), 1 << SLOT_BITS)
-
     def _ask_for_room(self, layout: Layout, num: int) -> asyncio.Task[bool] | None:
         """The asking that is under way; None if it is too early for another one."""
         if self._room is not None and not self._room.done():
@@ -210,7 +204,7 @@ class Writer(Actor):
         """Whether there is more room now. If not, nobody asks again for a while."""
         await self._disk.free(self.slots.stuck())
         self._has_freed.clear()
-        slab = Slab(layout[0], self._num_slots(layout), layout[1], epoch=1)
+        slab = new_slab(layout, self._slab_bytes)
         try:
             while useless := self.slots.empty(layout):
                 await self._disk.remove(useless[0])
@@ -255,25 +249,23 @@ class Writer(Actor):
             self._num_unread -= 1
 
     async def _on_adopt(self, message: AdoptSlab, envelope: Envelope) -> Message | None:
-        parsed = parse_name(message.name)
-        if parsed is None:
+        if parse_name(message.name) is None:
             raise fail(Code.BAD_REQUEST, f"{message.name!r} is no slab")
         if self._num_unread != 0:
             raise fail(Code.OVERLOADED, f"writer {self.id} still reads its own slabs")
-        if any(held.number == parsed[0] for held in self.slots.slabs):
-            return Taken()
-        self.spawn(self._adopt(parsed[0], message.name, envelope))
+        self.spawn(self._adopt(message.name, envelope))
         return None
 
-    async def _adopt(self, number: int, name: str, envelope: Envelope) -> None:
-        new_name = file_name(number, self.id)
+    async def _adopt(self, name: str, envelope: Envelope) -> None:
+        """Under a new number: so what its old writer, should it live after all, says of it is said of another slab."""
+        number = self.bus.seams.random.getrandbits(SLAB_BITS)
         try:
-            await self._disk.files.rename(name, new_name)
             sizes = dict(await self._disk.files.list())
+            await self._disk.files.rename(name, file_name(number, self.id))
         except OSError as error:
             await envelope.answer(fail(Code.NOT_FOUND, f"{self.id} cannot adopt {name}: {error.strerror}").failure)
             return
-        await self._disk.take_over(number, sizes.get(new_name, 0))
+        await self._disk.take_over(number, sizes.get(name, 0))
         await self._publish()
         await envelope.answer(Taken())
 
@@ -302,7 +294,7 @@ class Writer(Actor):
     async def _check(self) -> None:
         while self._suspects:
             held = next(iter(self._suspects)).held
-            batch = [place for place in self._suspects if place.held is held][:CHECK_SLOTS]
+            batch = list(islice((place for place in self._suspects if place.held is held), CHECK_SLOTS))
             await self._disk.check(held, [(place.slot, self._suspects.pop(place)) for place in batch])
             await self._publish()
 
@@ -313,6 +305,9 @@ class Writer(Actor):
         return None
 
     async def _dump(self, message: DumpBlocks, envelope: Envelope) -> None:
+        # Whoever asks may have had no word of us for long, and our slabs been given away meanwhile.
+        await self._disk.forget_missing()
+        await self._publish()
         blocks, seq, slabs = self.slots.dump(), self.slots.seq, [held.number for held in self.slots.slabs]
         try:
             chosen = await self.bus.seams.run_beside(lambda: blocks.owned(message.shard, message.shards))
@@ -339,10 +334,6 @@ class Writer(Actor):
                     await self.bus.tell(STORED.at(self.role), event)
                 else:
                     await self.bus.tell(DROPPED.at(self.role), event)
-
-
-def _layout(space: str, payload_bytes: int) -> Layout:
-    return payload_bytes, hashlib.sha256(space.encode()).digest()[:16]
 
 
 def _whole(data: bytes, size_bytes: int = KEY_BYTES) -> bytes:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from actors.rules.location import SLOT_BITS, file_name
-from actors.rules.slab import Slab
+from actors.rules.slab import HEADER_BYTES, Slab
 from actors.writer.blocks import Blocks
 
 FREE, BUSY, EXACT, APPROXIMATE = range(4)
@@ -15,6 +15,12 @@ FREE, BUSY, EXACT, APPROXIMATE = range(4)
 
 Layout = tuple[int, bytes]
 """Payload bytes and digest: blocks of one layout share slabs."""
+
+
+def new_slab(layout: Layout, file_bytes: int) -> Slab:
+    """What a new file is like: of so many bytes at most, but of one slot at least."""
+    num_slots = (file_bytes - HEADER_BYTES) // (HEADER_BYTES + layout[0])
+    return Slab(layout[0], min(max(num_slots, 1), 1 << SLOT_BITS), layout[1], epoch=1)
 
 
 class HeldSlab:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from actors.kvstore.actor import KVStore
 from actors.rules.location import Location, parse_name
 from actors.rules.ring import Ring
 from actors.rules.slab import HEADER_BYTES, Slab, read_slot
@@ -202,3 +203,39 @@ def test_slabs_of_a_writer_that_never_comes_back_are_found_at_another() -> None:
             assert shard.load().detail["blocks"] == store.load().detail["blocks"] == 30
 
     run_virtual(main())
+
+
+@pytest.mark.parametrize("unheard_by", ["all", "kvstore"])
+def test_a_writer_that_was_silent_for_long_has_lost_its_slabs_and_nothing_else(
+    unheard_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lives, and believes that they are its own: what it says of them is not said of those who adopted them."""
+
+    async def main() -> None:
+        async with cache(kind=Store) as world:
+            await start(world)
+            keys, more = chain("a", 30), chain("b", 16)
+            assert await world.store(keys) == 0
+            store, shard = world.actors["kvstore/k0"], world.actors["metadata/m0"]
+            assert isinstance(store, KVStore)
+            with monkeypatch.context() as patch:
+                if unheard_by == "all":
+                    patch.setattr(world.actors["writer/w1"], "report_load", _say_nothing)
+                else:
+                    heard = store._writers.heard
+                    patch.setattr(store._writers, "heard", lambda load, now_s: load.id == "w1" or heard(load, now_s))
+                await asyncio.sleep(120.0)
+                assert {parse_name(name)[1] for name in world.folder.files} == {"w0"}  # type: ignore[index]
+            await asyncio.sleep(5.0)
+            assert await world.store(more) == 0
+            await asyncio.sleep(5.0)
+            assert await world.present(more) == more
+            assert await world.present(keys) == keys
+            num_kept = sum(world.actors[f"writer/{id}"].load().detail["blocks"] for id in ("w0", "w1"))
+            assert shard.load().detail["blocks"] == store.load().detail["blocks"] == num_kept == 46
+
+    run_virtual(main())
+
+
+async def _say_nothing() -> None:
+    pass
