@@ -47,7 +47,7 @@ class AnyQuota:
                     if error.code in _GONE:
                         tried.add(quota)
                     elif error.code not in _AGAIN:
-                        del self._asked[call.request_id]
+                        self._asked.pop(call.request_id, None)  # unless it has ended meanwhile
                         raise
             else:
                 tried.clear()

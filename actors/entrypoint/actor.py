@@ -82,7 +82,6 @@ class Entrypoint(Actor):
         self._lookups = Lookups(bus)
         self._touched: dict[bytes, None] = {}
         self._repairing: set[str] = set()
-        self._encoding: set[str] = set()
         self._vision = AnyVision(bus, bulk)
 
     def handlers(self) -> Mapping[Subject[Any, Any], Handler]:
@@ -215,11 +214,11 @@ class Entrypoint(Actor):
         wanted = request.to_encode()
         if not wanted or request.end is not None:
             return
-        self._encoding.add(request.id)
+        request.is_encoding = True
         try:
             request.were_encoded(await self._vision.encode(wanted, lambda: request.end is not None))
         finally:
-            self._encoding.discard(request.id)
+            request.is_encoding = False
 
     async def _look_up(self, request: Request) -> None:
         """Find out what of its prompt is cached. Whatever cannot be found out in time is not."""
@@ -281,12 +280,13 @@ class Entrypoint(Actor):
     # Ending
 
     def _end(self, request: Request, end: End) -> None:
-        if request.id in self._encoding:  # we do not know by whom
+        if not self.shard.finish(request, end, self.now_s()):
+            return  # one that came after it may have its id
+        if request.is_encoding:  # we do not know by whom
             self.spawn(self._vision.cancel(request.id))
         self._lookups.give_up(request.id)
-        if self.shard.finish(request, end, self.now_s()):
-            self._pass_on(request, len(request.tokens), [], end)
-            self.wake()
+        self._pass_on(request, len(request.tokens), [], end)
+        self.wake()
 
     def _pass_on(self, request: Request, first_index: int, tokens: list[int], end: End | None) -> None:
         num_cached = request.num_cached(first_index)

@@ -56,6 +56,7 @@ class Request:
     prompt: bytes = b""
     encoded: list[ImageEncoded] = field(default_factory=list)
     lost: list[ImageEncoded] = field(default_factory=list)
+    is_encoding: bool = False
     names: Names | None = None
     plan: Plan | None = None
     planned_s: float = 0.0

@@ -184,6 +184,25 @@ def test_a_request_that_ends_during_its_look_up_stops_there(how: str) -> None:
     played(play)
 
 
+def test_the_end_of_an_earlier_request_of_its_id_is_none_of_its_own() -> None:
+    async def play(world: Scene) -> None:
+        for shard in world.shards:
+            shard.is_stuck = True
+        await world.send(submit(num_tokens=LONG))
+        first = world.entrypoint.shard.get("r1")
+        assert first is not None
+        await world.recipe.bus.ask(CANCEL.at("e0"), Cancel(request_id="r1"), timeout_s=0.1)
+        for shard in world.shards:
+            shard.is_stuck = False
+        world.store(submit(num_tokens=LONG), range(10))
+        await world.send(submit(num_tokens=LONG))
+        assert world.entrypoint.shard.get("r1") is not first
+        world.entrypoint._end(first, Cancelled())  # what was left of it to do has failed
+        assert (await world.prefix(submit(num_tokens=LONG))).num_blocks == 9
+
+    played(play)
+
+
 def test_what_prefill_restored_in_fact_is_what_counts() -> None:
     async def play(world: Scene) -> None:
         world.store(submit(num_tokens=LONG), range(10), (9,))

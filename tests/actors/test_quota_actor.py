@@ -206,3 +206,20 @@ def test_nobody_waits_for_a_cancelled_request() -> None:
         assert caught.value.code is Code.CANCELLED and now_s() < 2
 
     run_virtual(main())
+
+
+def test_a_request_that_ends_while_its_word_is_out_is_refused_in_peace() -> None:
+    async def main() -> None:
+        town = await Town.build("q0")
+        await town.ask("1")
+        await town.ask("2")
+        asking = asyncio.create_task(town.ask("3"))
+        await asyncio.sleep(0)
+        assert town.any.is_asked("3")
+        await town.any.end("3", 0)
+        with pytest.raises(BusError) as caught:
+            await asking
+        assert caught.value.code is Code.RATE_LIMITED and not town.any.is_asked("3")
+        await town.world.stop()
+
+    run_virtual(main())
