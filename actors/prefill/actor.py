@@ -291,7 +291,8 @@ class Prefill(Actor):
     async def _reject(self, job: Job, failure: Failure) -> None:
         """A job that cannot be computed ends here. Only between steps."""
         await self._fail(job, failure)
-        self._drop(job)
+        if self.batch.get(job.id) is job:  # one without a slot may have been cancelled meanwhile
+            self._drop(job)
 
     def _drop(self, job: Job) -> None:
         """A job that is not computed leaves. Only between steps, or before it was admitted."""

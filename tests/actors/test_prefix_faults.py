@@ -12,14 +12,16 @@ import numpy as np
 import pytest
 from msgspec import structs
 
+from actors.prefill.batch import Job
 from actors.rules.location import words
 from actors.rules.slab import FREE, HEADER_BYTES, pack_slot
 from bus.snapshots import SNAPSHOT_S
 from kernels import timed
-from kernels.engine import Prefix, StateError
+from kernels.engine import Admission, Prefix, Sampling, StateError
 from kernels.timed import TimedEngine
 from run.virtual import run_virtual
 from schemas.cache import BlocksFailed, CachedPrefix, HitShortened, Snapshot
+from schemas.failure import Failure
 from tests.actors.core import VOCABULARY, info
 from tests.actors.prefixes import SLAB, SPACE, Stand, blocks, cold, stand, tokens
 
@@ -393,5 +395,27 @@ def test_a_model_with_longer_windows_restores_less_and_says_so(monkeypatch: pyte
             assert await system.finish("r2", long, prefix) == expected[1]
             told, num_blocks = system.entry.shortened["r2"][-1], prefix.num_blocks
             assert (told.num_blocks, told.start, told.approximate) == (num_blocks, blocks(num_blocks) - 256, True)
+
+    run_virtual(main())
+
+
+def test_a_prompt_that_never_fits_and_is_cancelled_while_that_is_told_leaves_once() -> None:
+    class Small(TimedEngine):
+        def admit(self, key: str, num_tokens: int, sampling: Sampling, *, bounded_prompt: int = 0) -> Admission:
+            return Admission.NEVER
+
+    async def main() -> None:
+        async with stand(Small(info(max_tokens=4096, space=SPACE), VOCABULARY)) as system:
+            tell = system.prefill._fail
+
+            async def cancelled_meanwhile(job: Job, failure: Failure) -> None:
+                await tell(job, failure)
+                assert await system.cancel(job.id)
+
+            system.prefill._fail = cancelled_meanwhile  # type: ignore[method-assign]
+            await system.send("r1", FIRST, system.cached(FIRST))
+            await system.quiet()
+            assert system.balancer.num_released == len(system.entry.failed) == 1
+            system.entry.failed.clear()
 
     run_virtual(main())
