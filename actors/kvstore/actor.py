@@ -65,6 +65,8 @@ class KVStore(Actor):
         self._orphans = Orphans()
         self._writers = Writers()
         self._store = Store(self._writers)
+        self._askers: list[tuple[MakeRoom, Envelope]] = []
+        self._answering: asyncio.Task[None] | None = None
         self._wanted: dict[str, tuple[int, float]] = {}  # slots that a writer needs, since when
         self._next_sweep_s = 0.0
         self._num_adopted = 0
@@ -157,11 +159,27 @@ class KVStore(Actor):
 
     # Room
 
-    async def _on_make_room(self, room: MakeRoom, envelope: Envelope) -> RoomMade:
-        try:
-            files = {file.name: file.size_bytes for file in await self._files.list()}
-        except OSError as error:
-            raise fail(Code.INTERNAL, f"the folder of blocks cannot be listed: {error}") from None
+    async def _on_make_room(self, room: MakeRoom, envelope: Envelope) -> None:
+        self._askers.append((room, envelope))
+        if self._answering is None or self._answering.done():
+            self._answering = self.spawn(self._answer())
+
+    async def _answer(self) -> None:
+        """Beside the mailbox, for a folder may take long to list. One list serves all who asked before it was begun."""
+        while self._askers:
+            askers, self._askers = self._askers, []
+            try:
+                files = await self._list()
+            except OSError as error:
+                failure = fail(Code.INTERNAL, f"the folder of blocks cannot be listed: {error}").failure
+                for _, envelope in askers:
+                    await envelope.answer(failure)
+                continue
+            for room, envelope in askers:
+                await envelope.answer(self._grant(room, files))
+        self.wake()
+
+    def _grant(self, room: MakeRoom, files: Mapping[str, int]) -> RoomMade:
         if self._budget.may_add(room.writer, room.slab_bytes, files, self.now_s()):
             return RoomMade(may_add=True)
         since_s = self._wanted.get(room.writer, (0, self.now_s()))[1]
@@ -169,9 +187,10 @@ class KVStore(Actor):
         return RoomMade(may_add=False)
 
     def _make_room(self, now_s: float) -> None:
-        is_whole = self._writers.is_whole(now_s)
+        """For those who wait, once it is known what all writers have, they themselves among them."""
+        is_whole, alive = self._writers.is_whole(now_s), self._writers.alive(now_s)
         for writer, (num_slots, since_s) in list(self._wanted.items()):
-            if is_whole or now_s - since_s >= PATIENCE_S:
+            if (is_whole and writer in alive) or now_s - since_s >= PATIENCE_S:
                 del self._wanted[writer]
                 self._store.make_room(writer, num_slots)
 
@@ -186,16 +205,28 @@ class KVStore(Actor):
                 return
 
     async def _sweep(self) -> None:
-        """Give slabs that are nobody's to someone."""
+        """Give slabs that are nobody's to someone; those that the budget has no place for are removed."""
         try:
-            names = [file.name for file in await self._files.list()]
+            files = await self._list()
         except OSError as error:
             log.warning("the folder of blocks cannot be listed: %s", error)
-            names = []
-        for name, heir in self._orphans.heirs(names, self._writers.alive(self.now_s()), self.now_s()):
+            files = {}
+        for name, heir in self._orphans.heirs(files, self._writers.alive(self.now_s()), self.now_s()):
+            parsed = location.parse_name(name)
+            assert parsed is not None
+            if parsed[1] in self._writers.alive(self.now_s()):
+                continue  # it came back meanwhile
             try:
-                await self.bus.ask(ADOPT.at(heir), AdoptSlab(name=name), timeout_s=ADOPT_S)
-                self._num_adopted += 1
-            except BusError as error:
-                log.info("writer %s does not take over %s: %s", heir, name, error)
+                if self._budget.is_exceeded(files):
+                    await self._files.remove(name)
+                    del files[name]
+                    self._store.forget(parsed[0])
+                else:
+                    await self.bus.ask(ADOPT.at(heir), AdoptSlab(name=name), timeout_s=ADOPT_S)
+                    self._num_adopted += 1
+            except (BusError, OSError) as error:
+                log.info("%s is not taken over by writer %s: %s", name, heir, error)
         self._next_sweep_s = self.now_s() + SWEEP_S
+
+    async def _list(self) -> dict[str, int]:
+        return {file.name: file.size_bytes for file in await self._files.list()}

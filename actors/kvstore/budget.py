@@ -37,6 +37,11 @@ class Budget:
         self._allowed[writer] = (slabs.get(writer, 0), slab_bytes, now_s + ALLOWED_S)
         return True
 
+    def is_exceeded(self, files: Mapping[str, int]) -> bool:
+        """Whether there are more bytes of slabs than should be."""
+        self._count(files)
+        return self.num_bytes > self.max_bytes
+
     def _count(self, files: Mapping[str, int]) -> dict[str, int]:
         """Slabs of each writer; notes the bytes of all."""
         slabs: dict[str, int] = {}

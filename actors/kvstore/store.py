@@ -80,6 +80,10 @@ class Store:
         """A writer has freed these."""
         self.reclaim.dropped(keys, locations)
 
+    def forget(self, slab: int) -> None:
+        """A slab is gone, with all that was in it."""
+        self.reclaim.dropped(*self.reclaim.inside([slab]))
+
     def make_room(self, writer: str, num_slots: int) -> None:
         """Drop the least recently used blocks until so many slots of a writer are free, within reason (EXTRA)."""
         num_left, num_ours = EXTRA * num_slots, 0

@@ -9,13 +9,15 @@ import pytest
 
 from actors.kvstore.orphans import ABSENT_S
 from actors.rules.location import Location, file_name
+from bus.actor import Envelope
 from bus.bus import BusError
-from bus.memory_files import MemoryFolder
+from bus.memory_files import MemoryFiles, MemoryFolder
 from bus.subjects import MAKE_ROOM, STORED, TOUCHED
 from run.virtual import run_virtual
-from schemas.cache import BlocksStored, BlocksTouched, MakeRoom
+from schemas.cache import AdoptSlab, BlocksStored, BlocksTouched, MakeRoom
 from schemas.failure import Code
 from schemas.message import Role
+from schemas.request import Taken
 from tests.actors.shelf import ROOT, SLAB_BYTES, Cache, LossyBroker, Shelf, StandIn, cache, chain
 
 QUIET_S = 12.0
@@ -276,6 +278,88 @@ def test_slabs_of_a_writer_that_is_gone_for_long_are_given_away() -> None:
             await asyncio.sleep(40.0)
             assert {writer.adopted[0] for writer in writers} == set(left)
             assert store.load().detail["adopted_slabs"] >= 2
+
+    run_virtual(main())
+
+
+def test_a_writer_that_comes_back_meanwhile_keeps_what_was_not_given_away_yet() -> None:
+    class Slow(StandIn):
+        async def _on_adopt(self, adopt: AdoptSlab, envelope: Envelope) -> Taken:
+            taken = await super()._on_adopt(adopt, envelope)
+            await asyncio.sleep(10.0)
+            return taken
+
+    async def main() -> None:
+        async with cache() as world:
+            await world.with_kvstore("k0", folder(*FULL, file_name(3, "w1")), 9 * SLAB_BYTES)
+            heir = Slow("w0", await world.bus("writer/w0"), await world.bulk("writer/w0"), Shelf(0))
+            await world.add(heir)
+            while not heir.adopted:
+                await asyncio.sleep(1.0)
+            await world.with_writer("w1", Shelf(1))
+            await asyncio.sleep(60.0)
+            assert len(heir.adopted) == 1
+
+    run_virtual(main())
+
+
+def test_what_is_over_the_budget_is_removed_and_not_given_away() -> None:
+    """Each writer may have a slab, so writers that come and go would otherwise leave ever more."""
+
+    async def main() -> None:
+        async with cache() as world:
+            left = [file_name(8, "gone"), file_name(9, "gone")]
+            files = folder(*FULL, *left)
+            store = await world.with_kvstore("k0", files, 3 * SLAB_BYTES)
+            writers = await with_writers(world)
+            shelf = Shelf(8)
+            await (await world.with_writer("gone", shelf)).store(chain("a", 5))
+            await asyncio.sleep(1.0)
+            world.kill("writer/gone")
+            assert store.load().detail["blocks"] == 5
+            await asyncio.sleep(ABSENT_S + 30.0)
+            assert files.files.keys() == {*FULL, left[1]}
+            assert left[0] not in [name for writer in writers for name in writer.adopted]
+            assert left[1] in [name for writer in writers for name in writer.adopted]
+            assert store.load().detail["blocks"] == 0
+
+    run_virtual(main())
+
+
+def test_a_folder_that_is_slow_to_list_holds_up_nobody_but_who_asked() -> None:
+    async def main() -> None:
+        async with cache() as world:
+            store = await world.with_kvstore("k0", folder(*FULL), 2 * SLAB_BYTES)
+            (writer,) = await with_writers(world, 1)
+            await asyncio.sleep(0.1)
+            files = store._files
+            assert isinstance(files, MemoryFiles)
+            hold = files.hold_next("list")
+            asking = [asyncio.create_task(world.make_room(f"w{n}", 1)) for n in range(3)]
+            await hold.is_reached.wait()
+            await writer.store(chain("a", 2))
+            await asyncio.sleep(1.0)
+            assert store.load().detail["blocks"] == 2
+            hold.is_released.set()
+            assert await asyncio.gather(*asking) == [False, False, True], "that without any slab may have one"
+
+    run_virtual(main())
+
+
+def test_room_waits_for_the_writer_that_asks_to_be_known() -> None:
+    """As after a restart of the kvstore: who asks first is not refused for that."""
+
+    async def main() -> None:
+        async with cache() as world:
+            shelf = Shelf(0)
+            for key in chain("a", 8):
+                shelf.take(key, ROOT, approximate=False)
+            store = await world.with_kvstore("k0", folder(*FULL), 2 * SLAB_BYTES)
+            assert not await world.make_room("w0", 3)
+            await asyncio.sleep(1.0)
+            writer = await world.with_writer("w0", shelf)
+            await asyncio.sleep(3.0)
+            assert len(writer.dropped) == 3 and store.load().detail["blocks"] == 5
 
     run_virtual(main())
 
