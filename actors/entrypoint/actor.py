@@ -250,12 +250,12 @@ class Entrypoint(Actor):
         await self._encode(request)
         if request.is_plan_older(FRESH_S, self.now_s()):
             await self._look_up(request)
-        if request.end is not None:
-            return False
         prompt = await self._bulk.wrap(request.prompt)
-        epoch = request.dispatch(routed.replica, self.now_s())
-        dispatch = request.to_dispatch(self.id, routed, prompt)
         try:
+            if request.end is not None:
+                return False
+            epoch = request.dispatch(routed.replica, self.now_s())
+            dispatch = request.to_dispatch(self.id, routed, prompt)
             answer = await self.bus.ask(DISPATCH.at(routed.replica), dispatch, timeout_s=DISPATCH_S)
             if not isinstance(answer, Refused):
                 request.dispatched(self.now_s())

@@ -13,6 +13,7 @@ from actors.rules.chain import BLOCK_TOKENS, root
 from bus.actor import HEARTBEAT_S
 from bus.lookup import DESCRIBE_S, LOOKUP_S
 from bus.subjects import CANCEL, RESEND
+from schemas.bulk import Payload
 from schemas.message import Role
 from schemas.request import Cancel, Cancelled, Failed, Finished, FinishReason, Limits, Resend
 from tests.actors.builders import prompt_bytes, submit
@@ -180,6 +181,26 @@ def test_a_request_that_ends_during_its_look_up_stops_there(how: str) -> None:
         assert asyncio.get_running_loop().time() - began_s < 0.1
         await asyncio.sleep(2 * LOOKUP_S)
         assert len(world.replica.dispatches) == 1
+
+    played(play)
+
+
+def test_a_request_that_ends_while_its_prompt_is_put_on_offer_is_not_dispatched() -> None:
+    async def play(world: Scene) -> None:
+        bulk = world.bulks["entrypoint/e0"]
+        wrap = bulk.wrap
+
+        async def ended_meanwhile(data: bytes) -> Payload:
+            payload = await wrap(data)
+            (request,) = world.entrypoint.shard.live()
+            world.entrypoint._end(request, Cancelled())
+            return payload
+
+        bulk.wrap = ended_meanwhile  # type: ignore[assignment, method-assign]
+        await world.send(submit(num_tokens=1 << 15))
+        await until(lambda: not world.entrypoint.shard.num_live)
+        await asyncio.sleep(1.0)
+        assert not world.replica.dispatches and bulk.num_offers == 0
 
     played(play)
 
