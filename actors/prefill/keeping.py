@@ -1,4 +1,4 @@
-"""What of a prompt is worth keeping for others: blocks that are not stored yet, windows that nobody has."""
+"""What of a prompt is worth keeping for others: blocks that are not stored yet, windows at its end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ class Keeping:
         self.block_bytes = block_bytes
         self._tokens = tokens
         self._bad: set[int] = set()
-        self._lost: set[int] = set()
         self.settle(NOTHING)
 
     def settle(self, restored: Restored, fetched: Fetched | None = None) -> None:
@@ -26,19 +25,11 @@ class Keeping:
         is what is approximate there when this prompt is not."""
         if fetched is not None:
             self._bad.update(*fetched.bad().values())
-            self._lost.update(fetched.lost())
-        if restored.hit.num_replayed:
-            self._lost.add(restored.hit.num_blocks)
         self.approximate = restored.approximate
         self._start = restored.hit.start
         self._num_seen = restored.hit.num_blocks
         is_there = (words(self.prefix.locations) & 1 == 0) | restored.approximate
         self._present = set(is_there.nonzero()[0].tolist()) - self._bad
-        self._known = {
-            number
-            for number, snapshot in self.prefix.snapshots
-            if number not in self._lost and (restored.approximate or not snapshot.approximate)
-        }
 
     def blocks(self, num_done: int) -> list[int]:
         """The numbers of those to be stored of the first `num_done` tokens: each is named once."""
@@ -54,7 +45,7 @@ class Keeping:
         next prompt will look for them, whether it is the same or goes on from this one."""
         last = len(self._tokens) // BLOCK_TOKENS
         ends = [(number, number * BLOCK_TOKENS) for number in (last, last - 1)]
-        return [(number, end) for number, end in ends if end > self._start and number not in self._known]
+        return [(number, end) for number, end in ends if end > self._start]
 
     def chain(self) -> ChainEnd:
         """Where decode goes on."""

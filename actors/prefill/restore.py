@@ -144,10 +144,6 @@ class Fetched:
             return []
         return [known for known in self.prefix.snapshots if known[0] in ends and known[0] not in self.tried]
 
-    def lost(self) -> set[int]:
-        """Behind how many blocks the windows that were said to be there are not."""
-        return self.tried - ({self.windows.num_blocks} if self.windows is not None else set())
-
     def restored(self, num_tokens: int) -> Restored:
         """The hit rule on what came."""
         windows = self.windows

@@ -12,8 +12,9 @@ from msgspec import structs
 
 from actors.prefill.batch import Batch, Job, Loading
 from actors.prefill.keeping import Keeping
-from actors.prefill.restore import NOTHING, Block, Fetched, Windows, check, open_slots, plan
+from actors.prefill.restore import NOTHING, Block, Fetched, Restored, Windows, check, open_slots, plan
 from actors.rules.chain import chain, root
+from actors.rules.hit import Hit
 from actors.rules.location import Location
 from actors.rules.slab import Slab, pack_slot
 from kernels.engine import Tokens
@@ -141,14 +142,11 @@ def test_each_block_that_is_missing_is_stored_once(
 def test_windows_are_kept_where_the_next_prompt_looks_for_them() -> None:
     tokens = np.arange(700, dtype="<u4")
     assert Keeping(prefix_of(tokens, 0, 0, []), tokens).windows() == [(5, 640), (4, 512)]
-    assert Keeping(prefix_of(tokens, 4, 4, [4]), tokens).windows() == [(5, 640)]  # who has it is known
-    approximate = Keeping(prefix_of(tokens, 4, 4, [4], windows_flags=16), tokens)
-    assert approximate.windows() == [(5, 640), (4, 512)]  # and these are exact
-    lost = Keeping(prefix_of(tokens, 4, 4, [4]), tokens)
-    fetched = Fetched(lost.prefix)
-    fetched.tried.add(4)
-    lost.settle(NOTHING, fetched)
-    assert lost.windows() == [(5, 640), (4, 512)]
+    warm = Keeping(prefix_of(tokens, 4, 4, [4]), tokens)
+    warm.settle(Restored(Hit(4, 512)))
+    assert warm.windows() == [(5, 640)]  # those it went on from are another's
+    warm.settle(NOTHING)
+    assert warm.windows() == [(5, 640), (4, 512)]
     assert Keeping(prefix_of(tokens[:130], 0, 0, []), tokens[:130]).windows() == [(1, 128)]
     assert Keeping(prefix_of(tokens[:127], 0, 0, []), tokens[:127]).windows() == []
 
