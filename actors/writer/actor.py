@@ -6,7 +6,6 @@ import asyncio
 import errno
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,7 +18,7 @@ from actors.rules.location import LOCATION_BYTES, SLAB_BITS, file_name, parse_na
 from actors.rules.slab import layout_of
 from actors.writer.disk import Block, Disk
 from actors.writer.held import Layout, Place, new_slab
-from actors.writer.slots import Slots
+from actors.writer.slots import Slots, Words
 from bus.actor import Actor, Envelope, Handler
 from bus.bulk import Bulk
 from bus.bus import Bus, BusError, fail
@@ -51,7 +50,10 @@ ROOM_INTERVAL_S = 1.0
 """How long no room is asked for after none came. Where it comes, more is asked for as soon as it is used up."""
 
 ROOM_S = 2.0
-"""How long an answer may take, and then the room."""
+"""How long a store waits for room."""
+
+ANSWER_S = 20.0
+"""How long the kvstore may take to answer: it lists the folder."""
 
 FULL_S = 60.0
 """How long no file is made after there was no place on the disk for one: it is smaller than the budget."""
@@ -64,10 +66,6 @@ NUM_SCANS = 4
 
 RETRY_S = 5.0
 """When a folder that could not be listed is tried again."""
-
-CHECK_SLOTS = 32
-MAX_SUSPECTS = 65_536
-"""Blocks of failed reads that are looked at in one go, and that wait for it."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -94,7 +92,6 @@ class Writer(Actor):
         self._room: asyncio.Task[bool] | None = None
         self._has_freed = asyncio.Event()
         self._room_at_s = self._file_at_s = 0.0
-        self._suspects: dict[Place, bytes] = {}
         self._checking: asyncio.Task[None] | None = None
 
     def handlers(self) -> Mapping[Subject[Any, Any], Handler]:
@@ -126,13 +123,16 @@ class Writer(Actor):
     # Storing
 
     async def _on_store(self, message: StoreBlocks, envelope: Envelope) -> Message | None:
-        keys, parents = as_keys(_whole(message.keys)), as_keys(_whole(message.parents))
+        keys, parents = _keys(message.keys), _keys(message.parents)
         size_bytes = message.payloads.size_bytes
         if len(keys) != len(parents) or not len(keys) or not size_bytes or size_bytes % len(keys):
             raise fail(Code.BAD_REQUEST, f"{len(keys)} keys, {len(parents)} parents and {size_bytes} bytes of payloads")
         if self.is_draining:
             raise fail(Code.SHUTTING_DOWN, f"writer {self.id} is leaving")
-        if not self.slots.wanted(keys, approximate=message.approximate).any():
+        wanted = self.slots.wanted(keys, approximate=message.approximate)
+        self.slots.repeat(keys[~wanted])  # whoever offers what is there did not find it
+        if not wanted.any():
+            await self._publish()
             return BlocksWritten(num_new=0)
         if self._work_bytes + size_bytes > MAX_WORK_BYTES:
             raise fail(Code.OVERLOADED, f"writer {self.id} has {self._work_bytes} bytes in work")
@@ -178,9 +178,11 @@ class Writer(Actor):
         """
         low = max(new_slab(layout, self._slab_bytes).num_slots // 8, 1)
         give_up_s = self.now_s() + ROOM_S
-        while (places := self.slots.take(layout, num)) is None and self.now_s() < give_up_s:
+        while (places := self.slots.take(layout, num)) is None and (left_s := give_up_s - self.now_s()) > 0:
             asking = self._ask_for_room(layout, max(2 * low, num))
-            if asking is None or not await asyncio.shield(asking):
+            if asking is not None:
+                await asyncio.wait([asking], timeout=left_s)
+            if asking is None or not asking.done() or not asking.result():
                 places = self.slots.take(layout, num)  # slots may have come free all the same
                 break
         if places is None:
@@ -210,7 +212,7 @@ class Writer(Actor):
                 await self._disk.remove(useless[0])
             file_bytes = slab.file_bytes if self.now_s() >= self._file_at_s else 0
             request = MakeRoom(writer=self.id, num_slots=num, slab_bytes=file_bytes)
-            made = await self.bus.ask(MAKE_ROOM.any(), request, timeout_s=ROOM_S)
+            made = await self.bus.ask(MAKE_ROOM.any(), request, timeout_s=ANSWER_S)
             if made.may_add:
                 await self._disk.create(self.bus.seams.random.getrandbits(SLAB_BITS), slab)
             else:
@@ -272,7 +274,7 @@ class Writer(Actor):
     # Blocks that go
 
     async def _on_drop(self, message: DropBlocks, envelope: Envelope) -> Message | None:
-        places = self.slots.drop(as_keys(_whole(message.keys)), words(_whole(message.locations, LOCATION_BYTES)))
+        places = self.slots.drop(*_places(message))
         self.spawn(self._finish_drop(places, envelope))
         return None
 
@@ -283,19 +285,14 @@ class Writer(Actor):
         await envelope.answer(Taken())
 
     async def _on_failed(self, message: BlocksFailed, envelope: Envelope) -> None:
-        keys = as_keys(_whole(message.keys))
-        for key, location in zip(keys, words(_whole(message.locations, LOCATION_BYTES)).tolist(), strict=False):
-            place = self.slots.find(location)
-            if place is not None and (place.held.keys[place.slot] == key).all() and len(self._suspects) < MAX_SUSPECTS:
-                self._suspects[place] = key.tobytes()
-        if self._suspects and (self._checking is None or self._checking.done()):
+        self._disk.suspect(*_places(message))
+        await self._publish()
+        if self._checking is None or self._checking.done():
             self._checking = self.spawn(self._check())
 
     async def _check(self) -> None:
-        while self._suspects:
-            held = next(iter(self._suspects)).held
-            batch = list(islice((place for place in self._suspects if place.held is held), CHECK_SLOTS))
-            await self._disk.check(held, [(place.slot, self._suspects.pop(place)) for place in batch])
+        while self._disk.suspects:
+            await self._disk.check()
             await self._publish()
 
     # Telling
@@ -336,8 +333,16 @@ class Writer(Actor):
                     await self.bus.tell(DROPPED.at(self.role), event)
 
 
-def _whole(data: bytes, size_bytes: int = KEY_BYTES) -> bytes:
-    """Raises `BusError(bad_request)` for a part of a key or location."""
-    if len(data) % size_bytes:
-        raise fail(Code.BAD_REQUEST, f"{len(data)} bytes are not a number of {size_bytes}")
-    return data
+def _keys(data: bytes) -> Keys:
+    """Raises `BusError(bad_request)` for a part of one."""
+    if len(data) % KEY_BYTES:
+        raise fail(Code.BAD_REQUEST, f"{len(data)} bytes are no keys")
+    return as_keys(data)
+
+
+def _places(message: DropBlocks | BlocksFailed) -> tuple[Keys, Words]:
+    """Keys and where they are. Raises `BusError(bad_request)` where there is not one for each."""
+    keys = _keys(message.keys)
+    if len(message.locations) != len(keys) * LOCATION_BYTES:
+        raise fail(Code.BAD_REQUEST, f"{len(message.locations)} bytes of locations for {len(keys)} keys")
+    return keys, words(message.locations)

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,13 +22,17 @@ from actors.rules.location import file_name
 from actors.rules.slab import FREE, HEADER_BYTES, Buffer, Slab, SlotError, SlotHeader, pack_header, read_slot
 from actors.rules.slab import scan_headers as scan
 from actors.writer.held import HeldSlab, Place
-from actors.writer.slots import Slots
+from actors.writer.slots import Slots, Words
 from bus.files import Files
 
 log = logging.getLogger("shoal.writer")
 
 SCAN_SLOTS = 2048
 """How many headers are read in one go."""
+
+CHECK_SLOTS = 32
+MAX_SUSPECTS = 65_536
+"""Blocks of failed reads that are looked at in one go, and that wait for it."""
 
 
 class Block(NamedTuple):
@@ -45,6 +50,8 @@ class Disk:
         self.files = files
         self._slots = slots
         self._run_beside = run_beside
+        self.suspects: dict[Place, bytes] = {}
+        """Blocks that could not be read, by their key."""
 
     # Blocks
 
@@ -87,8 +94,17 @@ class Disk:
             else:
                 self._slots.release(some)
 
-    async def check(self, held: HeldSlab, suspects: Sequence[tuple[int, bytes]]) -> None:
-        """Read these slots of one file, and drop those that do not have the block with their key any more."""
+    def suspect(self, keys: Keys, locations: Words) -> None:
+        """Somebody could not read these: those that are there are to be checked, of the others it is told."""
+        self._slots.deny(keys, locations)
+        for place in self._slots.at(keys, locations)[: MAX_SUSPECTS - len(self.suspects)]:
+            self.suspects[place] = place.held.keys[place.slot].tobytes()
+
+    async def check(self) -> None:
+        """Read some suspects of one file, and drop those that do not have the block with their key any more."""
+        held = next(iter(self.suspects)).held
+        places = list(islice((place for place in self.suspects if place.held is held), CHECK_SLOTS))
+        suspects = [(place.slot, self.suspects.pop(place)) for place in places]
         try:
             are_whole = await self._are_whole(held, suspects)
         except FileNotFoundError:

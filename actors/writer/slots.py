@@ -17,11 +17,13 @@ import numpy.typing as npt
 
 from actors.rules.blocks import BlockTable
 from actors.rules.keys import Keys
-from actors.rules.location import Location
+from actors.rules.location import Location, slabs
 from actors.rules.slab import Slab, SlotHeader
 from actors.writer.blocks import Blocks
 from actors.writer.held import APPROXIMATE, BUSY, EXACT, FREE, HeldSlab, Layout, Place
 from schemas.cache import BlocksDropped, BlocksStored
+
+Words = npt.NDArray[np.uint64]
 
 
 class Slots:
@@ -53,13 +55,15 @@ class Slots:
         """Slots that can be taken, for blocks of this layout, or of any."""
         return sum(len(held.free) for held in self._slabs.values() if layout in (None, held.layout))
 
-    def find(self, location: int) -> Place | None:
-        """The place a word leads to, if it is ours and a block is there."""
-        number, slot, _ = Location.unpack(location)
-        held = self._slabs.get(number)
-        if held is None or slot >= held.slab.num_slots or held.states[slot] < EXACT:
-            return None
-        return Place(held, slot)
+    def at(self, keys: Keys, locations: Words) -> Sequence[Place]:
+        """The places of those blocks that are where they are said to be, each once."""
+        known, is_here = self._table.find(keys)
+        there = np.unique(locations[is_here & (known == locations)])
+        return [self._place(word) for word in there.tolist()]
+
+    def _place(self, word: int) -> Place:
+        number, slot, _ = Location.unpack(word)
+        return Place(self._slabs[number], slot)
 
     # Slabs
 
@@ -150,9 +154,7 @@ class Slots:
             if key in stored:
                 surplus.append(places[stored[key]])
             elif key in best:
-                old = self.find(int(locations[number]))
-                assert old is not None
-                surplus.append(old)
+                surplus.append(self._place(int(locations[number])))
             best[key] = flag
             stored[key] = number
         for old in surplus:
@@ -167,25 +169,16 @@ class Slots:
         self._tell_stored(Blocks(keys[chosen], parents[chosen], words))
         return len(stored), surplus
 
-    def drop(self, keys: Keys, locations: npt.NDArray[np.uint64]) -> Sequence[Place]:
+    def drop(self, keys: Keys, locations: Words) -> Sequence[Place]:
         """Find these blocks no longer, where they are still in these places: busy now, to be freed."""
-        places: dict[Place, None] = {}
-        for key, location in zip(keys, locations, strict=True):
-            place = self.find(int(location))
-            if place is not None and (place.held.keys[place.slot] == key).all():
-                places[place] = None
+        places = self.at(keys, locations)
         if places:
-            words = np.array([held.location(slot) for held, slot in places], np.uint64)
-            dropped = Blocks(
-                np.stack([held.keys[slot] for held, slot in places]),
-                np.stack([held.parents[slot] for held, slot in places]),
-                words,
-            )
+            dropped = _blocks(places)
             for held, slot in places:
                 held.states[slot] = BUSY
             self._table.remove(dropped.keys, dropped.locations)
             self._tell_dropped(dropped)
-        return list(places)
+        return places
 
     def release(self, places: Sequence[Place]) -> None:
         """These busy places are written free."""
@@ -210,6 +203,20 @@ class Slots:
         """All that can be found, as told by the events up to `seq`."""
         return Blocks.join([held.blocks() for held in self._slabs.values()])
 
+    def repeat(self, keys: Keys) -> None:
+        """Tell once more of those that can be found: somebody has not heard of them."""
+        locations, is_here = self._table.find(keys)
+        places = self.at(keys, locations) if is_here.any() else ()
+        if places:
+            self._tell_stored(_blocks(places))
+
+    def deny(self, keys: Keys, locations: Words) -> None:
+        """Tell of those that are said to be in our slabs, and are not, that they are not."""
+        known, is_here = self._table.find(keys)
+        is_ours = np.isin(slabs(locations), np.array(list(self._slabs), np.uint64))
+        wrong = is_ours & ~(is_here & (known == locations))
+        self._tell_dropped(Blocks(keys[wrong], keys[wrong], locations[wrong]))
+
     def _tell_stored(self, blocks: Blocks) -> None:
         self._tell(list(blocks.stored(self.writer, self._incarnation, self.seq + 1)))
 
@@ -219,6 +226,15 @@ class Slots:
     def _tell(self, events: Sequence[BlocksStored | BlocksDropped]) -> None:
         self.outbox += events
         self.seq += len(events)
+
+
+def _blocks(places: Sequence[Place]) -> Blocks:
+    """What is in these places, of which there are some."""
+    return Blocks(
+        np.stack([held.keys[slot] for held, slot in places]),
+        np.stack([held.parents[slot] for held, slot in places]),
+        np.array([held.location(slot) for held, slot in places], np.uint64),
+    )
 
 
 def _names(keys: Keys) -> Iterator[bytes]:

@@ -10,11 +10,12 @@ from actors.rules.location import Location, parse_name
 from actors.rules.slab import Slab
 from actors.writer import actor as writer_actor
 from bus.bus import BusError
-from bus.subjects import ADOPT, DUMP, STORE
+from bus.subjects import ADOPT, DROP, DUMP, FAILED, STORE
 from run.virtual import run_virtual
 from schemas.bulk import Payload
-from schemas.cache import AdoptSlab, DumpBlocks, StoreBlocks
+from schemas.cache import AdoptSlab, BlocksFailed, DropBlocks, DumpBlocks, StoreBlocks
 from schemas.failure import Code
+from schemas.message import Role
 from tests.actors.writing import TIMEOUT_S, assert_baseline, desk, key, payload, slab_bytes
 
 
@@ -60,6 +61,36 @@ def test_an_exact_block_takes_the_place_of_an_approximate_one() -> None:
     run_virtual(main())
 
 
+def test_what_is_there_and_offered_again_is_told_of_again() -> None:
+    """Who offers it did not find it: somebody has not heard of it, as where a copy of it was dropped."""
+
+    async def main() -> None:
+        async with desk() as (front, _):
+            await front.store(0, 1)
+            await front.store(2, approximate=True)
+            front.found.clear()
+            assert await front.store(0) == 0
+            assert await front.store(1, 2, 3, approximate=True) == 1
+            assert front.readable(0, 1, 2, 3) == [0, 1, 2, 3]
+
+    run_virtual(main())
+
+
+def test_a_drop_that_makes_no_sense_is_refused() -> None:
+    async def main() -> None:
+        async with desk() as (front, _):
+            await front.store(0)
+            for drop in (DropBlocks(keys=key(0), locations=bytes(16)), DropBlocks(keys=key(0)[1:], locations=bytes(8))):
+                with pytest.raises(BusError) as caught:
+                    await front.bus.ask(DROP.at("w0"), drop, timeout_s=TIMEOUT_S)
+                assert caught.value.code == Code.BAD_REQUEST
+            event = BlocksFailed(keys=key(0), locations=bytes(16), reason="test")
+            await front.bus.tell(FAILED.at(Role.PREFILL), event)
+            assert await front.store(1) == 1
+
+    run_virtual(main())
+
+
 def test_a_drop_frees_what_is_meant_and_nothing_else() -> None:
     async def main() -> None:
         async with desk() as (front, writer):
@@ -100,6 +131,20 @@ def test_room_is_asked_for_before_it_runs_out_and_not_all_the_time() -> None:
             assert writer.load().detail["slots"] == 32
             assert front.room.asked[-1].slab_bytes == slab_bytes(16)
             assert {len(data) for data in front.world.folder.files.values()} == {slab_bytes(16)}
+
+    run_virtual(main())
+
+
+def test_room_that_is_long_in_coming_is_waited_for_by_nobody_and_comes() -> None:
+    async def main() -> None:
+        async with desk() as (front, _):
+            front.room.delay_s = 5.0
+            asked_s = asyncio.get_running_loop().time()
+            assert await front.refused(0) == Code.OVERLOADED
+            assert asyncio.get_running_loop().time() - asked_s < 3.0  # of virtual time
+            await asyncio.sleep(5)
+            assert await front.store(0) == 1
+            assert len(front.room.asked) == 1
 
     run_virtual(main())
 

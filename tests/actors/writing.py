@@ -61,6 +61,7 @@ class Room(Actor):
     def __init__(self, id: str, bus: Bus) -> None:
         super().__init__(id, bus)
         self.may_add = True
+        self.delay_s = 0.0
         self.asked: list[MakeRoom] = []
 
     def handlers(self) -> Any:
@@ -68,6 +69,7 @@ class Room(Actor):
 
     async def _on_make_room(self, message: MakeRoom, envelope: Any) -> RoomMade:
         self.asked.append(message)
+        await asyncio.sleep(self.delay_s)
         return RoomMade(may_add=self.may_add)
 
 
