@@ -10,11 +10,10 @@ import httpx
 import pytest
 
 from actors.gateway import actor as gateway_actor
-from actors.recipe import actor as recipe_actor
 from actors.recipe.card import ModelCard
 from actors.rules import window
 from bus import actor as bus_actor
-from bus import writer
+from bus import entrypoints, writer
 from run.simulator import RecordingBroker
 from tests.actors.clients import BODIES, CHAT_PATH, http
 from tests.actors.edge import STOP, STREAM, Edge, edge, submitted
@@ -122,7 +121,7 @@ def test_what_is_not_kept_any_more_ends_the_stream_with_an_error(
 def test_a_lost_submission_is_made_again(
     run_async: Run, card: ModelCard, monkeypatch: pytest.MonkeyPatch, word: bytes, most: int
 ) -> None:
-    monkeypatch.setattr(recipe_actor, "ASK_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(entrypoints, "ASK_TIMEOUT_S", 0.2)
 
     class Losing(RecordingBroker):
         num_lost = 0
