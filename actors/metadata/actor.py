@@ -112,7 +112,10 @@ class Metadata(Actor):
     async def _on_kept(self, kept: SnapshotsKept, envelope: Envelope) -> None:
         now_ns = self.bus.seams.clock_ns()
         for snapshot in kept.snapshots:
-            self._directory.keep(snapshot, now_ns)
+            if len(snapshot.key) == KEY_BYTES:
+                self._directory.keep(snapshot, now_ns)
+            else:
+                log.warning("%s keeps a snapshot of no block", snapshot.holder)
 
     async def _on_holder(self, report: LoadReported, envelope: Envelope) -> None:
         holder = f"{report.role}/{report.id}"

@@ -43,8 +43,7 @@ class Writers:
         """Those there, sorted."""
         alive = self._members.alive(now_s)
         for id in self._feeds.keys() - set(alive):
-            del self._feeds[id]
-            self._busy.pop(id, None)
+            del self._feeds[id]  # `_busy` stays: its dump may be on its way still, and two at once would be mixed up
         return alive
 
     def event(self, event: Event) -> list[Event]:
@@ -79,6 +78,7 @@ class Writers:
 
     def failed(self, id: str, now_s: float) -> None:
         """It gave no dump."""
+        self._busy.pop(id, None)
         if id in self._feeds:
             self._busy[id] = now_s + RETRY_S
 

@@ -132,7 +132,7 @@ class StandIn(Actor):
             writer=self.id,
             incarnation=self.incarnation,
             seq=self.seq,
-            slabs=sorted(self.shelf.slabs),
+            slabs=[-1] if wrong == "slabs" else sorted(self.shelf.slabs),
             keys=await self._bulk.wrap(keys),
             parents=await self._bulk.wrap(parents),
             locations=await self._bulk.wrap(np.array(words, dtype="<u8").tobytes()),
