@@ -41,8 +41,8 @@ async def fetch_dump(bus: Bus, bulk: Bulk, writer: str, request: DumpBlocks) -> 
         log.info("no dump of writer %s: %s", writer, error)
         return None
     num_blocks = len(keys) // 16
-    are_numbers = all(0 <= slab < 1 << 63 for slab in dumped.slabs)
-    if not are_numbers or (len(keys), len(locations)) != (num_blocks * 16, num_blocks * 8) or len(parents) not in (0, len(keys)):
+    is_whole = (len(keys), len(locations)) == (num_blocks * 16, num_blocks * 8) and len(parents) in (0, len(keys))
+    if not is_whole or any(not 0 <= slab < 1 << 63 for slab in dumped.slabs):
         log.warning("the dump of writer %s makes no sense, with %d bytes of keys", writer, len(keys))
         return None
     return Dump(dumped.incarnation, dumped.seq, dumped.slabs, keys, parents, locations)
