@@ -136,5 +136,7 @@ def _bytes_per_token(folder: Path) -> float:
 def _opened(folder: Path) -> Iterator[int]:
     for path in sorted(folder.iterdir()):
         descriptor = os.open(path, os.O_RDWR)
-        yield descriptor
-        os.close(descriptor)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)

@@ -6,6 +6,7 @@ prompt and answer again. Time to the first token and cached tokens are what the 
 
 from __future__ import annotations
 
+import functools
 import http.client
 import json as json_module
 import random
@@ -138,16 +139,15 @@ class Client:
     def _post(self, path: str, body: dict[str, Any]) -> http.client.HTTPResponse:
         place = urlsplit(self.url)
         connection = http.client.HTTPConnection(place.hostname or LOOPBACK, place.port, timeout=TIMEOUT_S)
-        connection.request("POST", path, json_module.dumps({"model": self._model(), **body}), self._headers)
+        connection.request("POST", path, json_module.dumps({"model": self._model, **body}), self._headers)
         response = connection.getresponse()
         if response.status != 200:
             raise OSError(f"HTTP {response.status}: {response.read(300).decode(errors='replace')}")
         return response
 
+    @functools.cached_property
     def _model(self) -> str:
-        if not hasattr(self, "_name"):
-            place = urlsplit(self.url)
-            connection = http.client.HTTPConnection(place.hostname or LOOPBACK, place.port, timeout=TIMEOUT_S)
-            connection.request("GET", "/v1/models", headers=self._headers)
-            self._name = str(json_module.load(connection.getresponse())["data"][0]["id"])
-        return self._name
+        place = urlsplit(self.url)
+        connection = http.client.HTTPConnection(place.hostname or LOOPBACK, place.port, timeout=TIMEOUT_S)
+        connection.request("GET", "/v1/models", headers=self._headers)
+        return str(json_module.load(connection.getresponse())["data"][0]["id"])

@@ -73,6 +73,7 @@ def test_a_chain_goes_on_where_it_ended() -> None:
         number = len(known)
         block = prompt[128 * number : 128 * (number + 1)].tobytes()
         assert link(known[-1], block, tail_digests(images, num_tokens)) == whole[number]
+    assert tail_digests([Span(250, 6, DIGESTS[0])], 300) == b"", "it ends with the block before"
 
 
 def test_images_are_in_the_blocks_that_they_overlap() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
@@ -37,6 +37,7 @@ def chain_end(prompt: np.ndarray[tuple[int], np.dtype[np.uint32]], images: list[
     max_tokens=st.integers(1, 600) | st.just(600),
     seed=st.integers(0, 99),
 )
+@example(num_prompt=200, num_output=300, longest_step=6, image=(5, 20), eos_at=None, max_tokens=600, seed=1)
 def test_keys_are_those_of_the_whole_text(
     num_prompt: int,
     num_output: int,

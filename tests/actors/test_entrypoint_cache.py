@@ -12,8 +12,9 @@ from actors.entrypoint.actor import FRESH_S
 from actors.rules.chain import BLOCK_TOKENS, root
 from bus.actor import HEARTBEAT_S
 from bus.lookup import DESCRIBE_S, LOOKUP_S
-from bus.subjects import CANCEL, RESEND
+from bus.subjects import CANCEL, EXITED, RESEND
 from schemas.bulk import Payload
+from schemas.liveness import ProcessExited
 from schemas.message import Role
 from schemas.request import Cancel, Cancelled, Failed, Finished, FinishReason, Limits, Resend
 from tests.actors.builders import prompt_bytes, submit
@@ -201,6 +202,21 @@ def test_a_request_that_ends_while_its_prompt_is_put_on_offer_is_not_dispatched(
         await until(lambda: not world.entrypoint.shard.num_live)
         await asyncio.sleep(1.0)
         assert not world.replica.dispatches and bulk.num_offers == 0
+
+    played(play)
+
+
+@pytest.mark.parametrize("role", [Role.METADATA, Role.PREFILL])
+def test_who_ended_with_its_process_takes_no_part_any_more(role: Role) -> None:
+    async def play(world: Scene) -> None:
+        ids = [shard.id for shard in world.shards] if role is Role.METADATA else ["p0"]
+        peers, loop = world.entrypoint._peers, asyncio.get_running_loop()
+        assert peers.shards(loop.time()) and peers._prefill.alive(loop.time())
+        exited = ProcessExited(name="x", pid=1, members=[f"{role}/{id}" for id in ids])
+        await world.recipe.bus.tell(EXITED.all(), exited)
+        await asyncio.sleep(0.01)
+        left = peers.shards(loop.time()) if role is Role.METADATA else peers._prefill.alive(loop.time())
+        assert not left
 
     played(play)
 
