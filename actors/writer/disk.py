@@ -198,11 +198,16 @@ class Disk:
         return slab, found
 
     async def _are_whole(self, held: HeldSlab, suspects: Sequence[tuple[int, bytes]]) -> Sequence[bool]:
-        """Whether each slot has the block with its key. A damaged file header is mended."""
+        """Whether each slot has the block with its key. A damaged file header is mended; under a later epoch than ours
+        the file is not ours any more."""
         slab = held.slab
         spans = [(0, HEADER_BYTES), *((slab.offset(slot), slab.slot_bytes) for slot, _ in suspects)]
         header, *slots = await self.files.read(held.name, spans)
         if header != slab.pack():
+            if _epoch(header) > slab.epoch:
+                log.error("another writer %s has taken %s over", self._slots.writer, held.name)
+                self._slots.forget(held)
+                return [False] * len(suspects)
             log.warning("the header of %s is mended", held.name)
             await self.files.write(held.name, [(0, slab.pack())])
 
@@ -211,6 +216,14 @@ class Disk:
 
         checked: Sequence[bool] = await self._run_beside(check)
         return checked
+
+
+def _epoch(header: Buffer) -> int:
+    """That of a file; 0 if its header is damaged."""
+    try:
+        return Slab.unpack(header).epoch
+    except SlotError:
+        return 0
 
 
 def _is_whole(data: Buffer, slab: Slab, key: bytes) -> bool:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import errno
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.rules.slab import HEADER_BYTES
+from actors.rules.slab import HEADER_BYTES, Slab
 from bus.files import FileInfo
 from run.virtual import run_virtual
 from schemas.failure import Code
@@ -186,6 +187,21 @@ def test_a_wrong_report_drops_nothing() -> None:
             front.world.files["writer/w0"].fail_next(OSError(errno.EIO, "worn out"), "read")
             await front.report_failed(1, 2)  # and one that cannot be proven wrong does
             assert front.readable(*range(4)) == [0, 3]
+
+    run_virtual(main())
+
+
+def test_a_file_that_a_later_one_of_its_name_has_taken_over_is_let_go() -> None:
+    """Its header is not damaged, and not to be mended: what the later one writes would not be read any more."""
+
+    async def main() -> None:
+        async with desk() as (front, writer):
+            await front.store(0, 1)
+            (data,) = front.world.folder.files.values()
+            data[:HEADER_BYTES] = header = replace(Slab.unpack(data), epoch=2).pack()
+            await front.report_failed(0)
+            assert data[:HEADER_BYTES] == header
+            assert front.found == {} and writer.load().detail["slots"] == 0
 
     run_virtual(main())
 
