@@ -165,6 +165,30 @@ class SlotsMachine(RuleBasedStateMachine):
         if self.view.blocks.get(name, (b"", -1))[1] != location:
             assert not self.slots.drop(block_keys.keys(name), np.array([location], np.uint64))
 
+    @rule(numbers=st.lists(st.integers(0, 7)))
+    def repeat(self, numbers: list[int]) -> None:
+        self.slots.repeat(array(*numbers))
+        told = [name for event in self.slots.outbox for name in _split(event.keys)]
+        assert sorted(told) == sorted({key(n) for n in numbers} & self.best.keys())
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.past)
+    def deny(self, data: Any) -> None:
+        said = data.draw(st.lists(st.sampled_from(list(self.past)), min_size=1))
+        locations = np.array([location for _, location in said], np.uint64)
+        self.slots.deny(block_keys.keys(b"".join(name for name, _ in said)), locations)
+        told = [
+            place
+            for event in self.slots.outbox
+            for place in zip(_split(event.keys), words(event.locations).tolist(), strict=True)
+        ]
+        ours = {held.number for held in self.slots.slabs}
+        are_ours = [place for place in said if Location.unpack(place[1]).slab in ours]
+        assert told == [place for place in are_ours if self.view.blocks.get(place[0], (b"", -1))[1] != place[1]]
+        assert self.slots.seq == self.view.seq + len(self.slots.outbox)
+        self.view.seq = self.slots.seq
+        self.slots.outbox.clear()
+
     @rule(data=st.data())
     @precondition(lambda self: self.slots.slabs)
     def forget(self, data: Any) -> None:
