@@ -40,6 +40,9 @@ MAX_TRIPS = 4
 LOAD_S = 5.0
 """For all that is cached of a prompt: what is late is computed."""
 
+HUNG_S = 10.0
+"""After a load that brought nothing in time: nobody waits for a folder that hangs, until one tries again."""
+
 WINDOWS_S = 2.0
 """For all snapshots of a prompt: to do without costs one block."""
 
@@ -122,6 +125,7 @@ class Loader:
         self._report_load = report_load
         self._reader = SlabReader(files, bus.seams.run_beside)
         self._num_restored = self._num_replayed = 0  # tokens
+        self._again_s = 0.0  # by the loop's clock: before then nothing is read
         self._loading: dict[str, asyncio.Task[None]] = {}
         self._telling: dict[str, asyncio.Task[None]] = {}
 
@@ -186,10 +190,15 @@ class Loader:
 
     async def _load(self, job: Job, fetched: Fetched, expected: Slab) -> None:
         """Take what can be had in time. Cancelled at any point, it leaves nothing behind."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(LOAD_S):
-                await asyncio.gather(self._reader.read(fetched, expected), self._pull(fetched))
-                await self._pull(fetched)  # a block that is not there asks for other windows
+        loop = asyncio.get_running_loop()
+        if loop.time() >= self._again_s:
+            try:
+                async with asyncio.timeout(LOAD_S):
+                    await asyncio.gather(self._reader.read(fetched, expected), self._pull(fetched))
+                    await self._pull(fetched)  # a block that is not there asks for other windows
+            except TimeoutError:
+                if not any(fetched.blocks):
+                    self._again_s = loop.time() + HUNG_S
         del self._loading[job.id]
         job.loading = Loading.DONE
         self.settle(job, fetched.restored(len(job.tokens)), fetched.why(), fetched)

@@ -13,6 +13,7 @@ import pytest
 from msgspec import structs
 
 from actors.prefill.batch import Job
+from actors.prefill.disk import HUNG_S
 from actors.rules.location import words
 from actors.rules.slab import FREE, HEADER_BYTES, pack_slot
 from bus.snapshots import SNAPSHOT_S
@@ -417,5 +418,25 @@ def test_a_prompt_that_never_fits_and_is_cancelled_while_that_is_told_leaves_onc
             await system.quiet()
             assert system.balancer.num_released == len(system.entry.failed) == 1
             system.entry.failed.clear()
+
+    run_virtual(main())
+
+
+def test_a_folder_that_hangs_is_left_alone_for_a_while() -> None:
+    async def main() -> None:
+        async with stand() as system:
+            prefix = await warm(system)
+            hold = system.disk.hold_next("read")
+            await system.finish("r2", SECOND, prefix)
+            assert system.entry.shortened["r2"][0].reason == "block 0 of 6: late"
+            started_s, read_bytes = asyncio.get_running_loop().time(), system.detail("read_bytes")
+            await system.finish("r3", SECOND, prefix)
+            assert asyncio.get_running_loop().time() - started_s < 0.1
+            assert system.detail("read_bytes") == read_bytes and system.detail("restored_tokens") == 0
+            assert system.entry.shortened["r3"][0].reason == "block 0 of 6: late"
+            await asyncio.sleep(HUNG_S)
+            await system.finish("r4", SECOND, prefix)
+            assert system.detail("restored_tokens") == blocks(6) and "r4" not in system.entry.shortened
+            hold.is_released.set()
 
     run_virtual(main())
