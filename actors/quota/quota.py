@@ -10,7 +10,7 @@ FORGET_NS = 24 * 60 * MINUTE_NS
 
 
 class Bucket:
-    """Holds a minute's allowance, and is full at first. Times are nanoseconds of the caller's clock.
+    """Holds a minute's allowance, and is full at first. Times are nanoseconds of a clock that does not go back.
 
     `_level` counts in 1 / MINUTE_NS of a unit: a nanosecond adds `per_minute` to it.
     """
@@ -33,9 +33,8 @@ class Bucket:
         self._level -= num * MINUTE_NS
 
     def _fill(self, now_ns: int) -> None:
-        elapsed_ns = max(0, now_ns - self._at_ns)
-        self._level = min(self._size, self._level + elapsed_ns * self._per_minute)
-        self._at_ns = max(self._at_ns, now_ns)
+        self._level = min(self._size, self._level + (now_ns - self._at_ns) * self._per_minute)
+        self._at_ns = now_ns
 
 
 class Buckets:
