@@ -129,11 +129,6 @@ class Loader:
         self._loading: dict[str, asyncio.Task[None]] = {}
         self._telling: dict[str, asyncio.Task[None]] = {}
 
-    @property
-    def num_loading(self) -> int:
-        """Tasks that load."""
-        return len(self._loading)
-
     def detail(self) -> dict[str, float]:
         """For a load report: totals since the start."""
         return {

@@ -300,7 +300,7 @@ class Stand(World):
         held = {
             "reservations": len(prefill.load().reservations),
             "engine": len(self.engine._requests),
-            "loading": prefill.loader.num_loading,
+            "loading": len(prefill.loader._loading),
             "telling": len(prefill.loader._telling),
             "load bytes": prefill.batch.num_load_bytes,
             "offers": self.bulks["prefill/p0"].num_offers - len(prefill.keeper.snapshots),
