@@ -204,7 +204,8 @@ class Writer(Actor):
 
     async def _make_room(self, layout: Layout, num: int) -> bool:
         """Whether there is more room now. If not, nobody asks again for a while."""
-        await self._disk.free(self.slots.stuck())
+        await self._disk.retry()
+        await self._publish()
         self._has_freed.clear()
         slab = new_slab(layout, self._slab_bytes)
         try:

@@ -52,6 +52,7 @@ class Disk:
         self._run_beside = run_beside
         self.suspects: dict[Place, bytes] = {}
         """Blocks that could not be read, by their key."""
+        self._left: dict[int, int] = {}  # files of our name that are not held: number to size
 
     # Blocks
 
@@ -126,15 +127,19 @@ class Disk:
         try:
             await self.files.write(name, [(0, slab.pack())])
         except BaseException:
+            self._left[number] = slab.file_bytes
             with suppress(OSError):
                 await self.files.remove(name)
+                del self._left[number]
             raise
         self._slots.add(number, slab)
 
     async def remove(self, held: HeldSlab) -> None:
         """Remove a file, with all that is in it. Raises OSError."""
         self._slots.forget(held)
+        self._left[held.number] = held.slab.file_bytes
         await self.files.remove(held.name)
+        del self._left[held.number]
 
     async def take_over(self, number: int, size_bytes: int) -> None:
         """Become the writer of a file that has our name, under a higher epoch; what is no slab is removed."""
@@ -146,10 +151,21 @@ class Disk:
                 log.warning("%s is removed, for it is no slab: %s", name, error)
                 await self.files.remove(name)
                 return
+        except FileNotFoundError:
+            log.warning("%s is gone", name)
+            return
         except OSError as error:
-            log.warning("%s is left alone: %s", name, error)
+            log.warning("%s is left alone for now: %s", name, error)
+            self._left[number] = size_bytes
             return
         await self.free(self._slots.add(number, slab, headers))
+
+    async def retry(self) -> None:
+        """What could not be done before: slots written free, files taken over or removed."""
+        await self.free(self._slots.stuck())
+        left, self._left = self._left, {}
+        for number, size_bytes in left.items():
+            await self.take_over(number, size_bytes)
 
     async def forget_missing(self) -> None:
         """A file was not found: which of ours are gone?"""

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from actors.rules.slab import HEADER_BYTES, Slab
 from bus.files import FileInfo
+from bus.subjects import ADOPT
 from run.virtual import run_virtual
+from schemas.cache import AdoptSlab
 from schemas.failure import Code
 from tests.actors.writing import SLOT_BYTES, assert_baseline, desk, key, slab_bytes
 
@@ -247,6 +249,33 @@ def test_a_new_file_that_cannot_be_written_is_removed() -> None:
             assert front.world.folder.files == {}
             await asyncio.sleep(2)
             assert await front.store(1) == 1
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("failing", ["adopt", "remove"])
+def test_a_file_that_cannot_be_taken_over_or_removed_is_tried_again(failing: str) -> None:
+    async def main() -> None:
+        async with desk(num_slots=4) as (front, writer):
+            await front.store(0, 1)
+            files = front.world.files["writer/w0"]
+            if failing == "adopt":
+                (name,) = files.folder.files
+                files.folder.files["00000000ff.gone.slab"] = files.folder.files.pop(name)
+                await front.report_failed(0)
+                assert front.found == {}
+                files.fail_next(OSError(errno.EIO, "no"), "read")
+                await front.bus.ask(ADOPT.at("w0"), AdoptSlab(name="00000000ff.gone.slab"), timeout_s=1)
+                assert front.found == {}
+            else:
+                await front.drop(0, 1)
+                files.fail_next(OSError(errno.EIO, "no"), "remove")
+                assert await front.refused(2, space="other") == Code.OVERLOADED
+            await asyncio.sleep(2)
+            assert await front.store(2, space="other") == 1
+            await asyncio.sleep(2)
+            assert front.readable(0, 1, 2) == ([0, 1, 2] if failing == "adopt" else [2])
+            assert writer.load().detail["slots"] == 4 * len(files.folder.files)
 
     run_virtual(main())
 

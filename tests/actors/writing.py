@@ -149,10 +149,10 @@ class Desk:
         assert isinstance(actor, Room)
         return actor
 
-    async def refused(self, *numbers: int) -> Code:
+    async def refused(self, *numbers: int, space: str = SPACE) -> Code:
         """How the store of these is refused."""
         with pytest.raises(BusError) as caught:
-            await self.store(*numbers)
+            await self.store(*numbers, space=space)
         return caught.value.code
 
     def read(self, number: int) -> bytes | None:
