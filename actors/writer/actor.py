@@ -207,21 +207,22 @@ class Writer(Actor):
         await self._disk.retry()
         await self._publish()
         self._has_freed.clear()
-        slab = new_slab(layout, self._slab_bytes)
+        slab, is_creating = new_slab(layout, self._slab_bytes), False
         try:
             while useless := self.slots.empty(layout):
                 await self._disk.remove(useless[0])
             file_bytes = slab.file_bytes if self.now_s() >= self._file_at_s else 0
             request = MakeRoom(writer=self.id, num_slots=num, slab_bytes=file_bytes)
             made = await self.bus.ask(MAKE_ROOM.any(), request, timeout_s=ANSWER_S)
-            if made.may_add:
+            if is_creating := made.may_add:
                 await self._disk.create(self.bus.seams.random.getrandbits(SLAB_BITS), slab)
             else:
                 async with asyncio.timeout(ROOM_S):
                     await self._has_freed.wait()
             return True
         except (OSError, BusError) as error:  # TimeoutError is an OSError, too
-            if isinstance(error, OSError) and error.errno in _FULL and self.slots.num_slots:
+            if is_creating and file_bytes and self.slots.num_slots:
+                log.warning("writer %s has no place for a file of %d bytes: %r", self.id, file_bytes, error)
                 self._file_at_s = self.now_s() + FULL_S
                 return await self._make_room(layout, num)
             log.warning("writer %s gets no room for %d blocks of %d bytes: %r", self.id, num, layout[0], error)
@@ -275,8 +276,7 @@ class Writer(Actor):
     # Blocks that go
 
     async def _on_drop(self, message: DropBlocks, envelope: Envelope) -> Message | None:
-        places = self.slots.drop(*_places(message))
-        self.spawn(self._finish_drop(places, envelope))
+        self.spawn(self._finish_drop(self.slots.drop(*_places(message)), envelope))
         return None
 
     async def _finish_drop(self, places: Sequence[Place], envelope: Envelope) -> None:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.rules.slab import HEADER_BYTES, Slab
+from actors.writer.actor import FULL_S
 from bus.files import FileInfo
 from bus.subjects import ADOPT
 from run.virtual import run_virtual
@@ -249,6 +250,28 @@ def test_a_new_file_that_cannot_be_written_is_removed() -> None:
             assert front.world.folder.files == {}
             await asyncio.sleep(2)
             assert await front.store(1) == 1
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EFBIG])
+def test_without_a_place_for_a_file_it_asks_for_slots_alone_for_a_while(code: int) -> None:
+    async def main() -> None:
+        async with desk(num_slots=4) as (front, _):
+            await front.store(0, 1, 2)
+            files = front.world.files["writer/w0"]
+            for _ in range(9):
+                files.fail_next(OSError(code, "no"), "create")
+            front.room.asked.clear()
+            await front.store(3)
+            for number in (4, 5):
+                await asyncio.sleep(5)
+                assert await front.refused(number) == Code.OVERLOADED
+            sizes = [asked.slab_bytes for asked in front.room.asked]
+            assert sizes == [slab_bytes(4), 0, 0, 0]
+            files.heal()
+            await asyncio.sleep(FULL_S)
+            assert await front.store(4) == 1
 
     run_virtual(main())
 

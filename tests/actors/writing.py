@@ -70,7 +70,7 @@ class Room(Actor):
     async def _on_make_room(self, message: MakeRoom, envelope: Any) -> RoomMade:
         self.asked.append(message)
         await asyncio.sleep(self.delay_s)
-        return RoomMade(may_add=self.may_add)
+        return RoomMade(may_add=self.may_add and message.slab_bytes > 0)
 
 
 class Desk:
