@@ -99,7 +99,7 @@ class Job:
 
     def resumed(self, num_done: int) -> None:
         """What was restored is in the engine, and not needed here any more."""
-        self.num_done, self.loading, self.num_load_bytes = num_done, Loading.NONE, 0
+        self.num_done, self.loading = num_done, Loading.NONE
         self.restored = replace(self.restored, payloads=(), windows=None)
 
     def hand_over(self, to: Routed, state: Handle, layout: str) -> HandOver:

@@ -202,7 +202,7 @@ class Loader:
             await self._bus.tell(FAILED.at(Role.PREFILL), failed)
 
     async def _pull(self, fetched: Fetched) -> None:
-        with suppress(TimeoutError):
+        try:
             async with asyncio.timeout(WINDOWS_S):
                 while wanted := fetched.wanted():
                     number, snapshot = wanted[0]
@@ -210,6 +210,8 @@ class Loader:
                     data = await self._snapshots.pull(snapshot)
                     if data is not None:
                         fetched.windows = Windows(number, data, snapshot.approximate)
+        except TimeoutError:  # whoever has the others as well
+            fetched.tried.update(number for number, _ in fetched.prefix.snapshots)
 
     async def _tell(self, job: Job, shortened: HitShortened, earlier: asyncio.Task[None] | None) -> None:
         if earlier is not None:

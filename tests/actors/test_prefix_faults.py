@@ -13,7 +13,7 @@ import pytest
 from msgspec import structs
 
 from actors.prefill.batch import Job
-from actors.prefill.disk import HUNG_S
+from actors.prefill.disk import HUNG_S, TELL_S, WINDOWS_S
 from actors.rules.location import words
 from actors.rules.slab import FREE, HEADER_BYTES, pack_slot
 from bus.snapshots import SNAPSHOT_S
@@ -261,7 +261,9 @@ def test_a_holder_that_does_not_answer_costs_a_block() -> None:
                 return None
 
             system.prefill.keeper.snapshots.pull = hang  # type: ignore[method-assign]
+            started_s = asyncio.get_running_loop().time()
             assert await system.finish("r2", SECOND, prefix) == expected
+            assert asyncio.get_running_loop().time() - started_s < WINDOWS_S + 0.1
             assert system.entry.shortened["r2"] == [shortened(6, blocks(5), "no windows")]
 
     run_virtual(main())
@@ -300,6 +302,40 @@ def test_blocks_that_the_engine_does_not_take_cost_the_whole_hit() -> None:
             assert told == [(6, blocks(5), True), (0, 0, False)]
             chain = system.sink.taken["r2"][0].chain
             assert system.detail("restored_tokens") == 0 and chain is not None and not chain.approximate
+
+    run_virtual(main())
+
+
+def test_what_is_told_last_is_heard_last() -> None:
+    async def main() -> None:
+        async with stand() as system:
+            prefix = await warm(system)
+            snapshots = system.prefill.keeper.snapshots
+            snapshots.clear()
+            await snapshots.keep(prefix.snapshots[1][1].key, b"garbage", approximate=False)
+            await asyncio.sleep(0.01)
+            flip_payload(system, 5)
+            system.entry.num_ignored = 1
+            await system.finish("r2", SECOND, system.cached(SECOND))
+            told = [(one.num_blocks, one.start, one.approximate) for one in system.entry.shortened["r2"]]
+            assert told == [(5, blocks(5), False), (5, blocks(5), False), (5, blocks(4), True)]
+
+    run_virtual(main())
+
+
+def test_a_cancel_while_the_entrypoint_is_told_is_not_held_up() -> None:
+    async def main() -> None:
+        async with stand() as system:
+            prefix = await warm(system)
+            flip_payload(system, 0)
+            system.entry.num_ignored = 99
+            await system.send("r2", SECOND, prefix)
+            while not system.prefill.load().detail["handing_over"]:
+                await asyncio.sleep(0.001)
+            started_s = asyncio.get_running_loop().time()
+            assert await system.cancel("r2")
+            await system.quiet()
+            assert asyncio.get_running_loop().time() - started_s < TELL_S and "r2" not in system.sink.taken
 
     run_virtual(main())
 

@@ -212,6 +212,23 @@ class TestLoading:
         made.settle(NOTHING, "late")
         assert batch.num_tokens_left == 600 and made.num_load_bytes == 0
 
+    def test_what_the_engine_has_is_not_held_here_too(self) -> None:
+        tokens = np.arange(600, dtype="<u4")
+        message = structs.replace(dispatch("r1", 600), prefix=prefix_of(tokens, 3, 3, [3]))
+        made = Job.of(message, tokens.tobytes(), [], space="timed", block_bytes=64)
+        made.settle(Restored(Hit(3, 384), payloads=[PAYLOAD] * 3, windows=b"w"), "")
+        made.resumed(384)
+        assert made.restored == Restored(Hit(3, 384)) and made.loading is Loading.NONE
+
+
+def test_windows_behind_blocks_that_are_not_there_are_not_asked_for() -> None:
+    fetched = Fetched(prefix_of(np.arange(900, dtype="<u4"), 6, 6, [6, 5]))
+    assert [end for end, _ in fetched.wanted()] == [6, 5]
+    fetched.blocks[5] = "key"
+    assert [end for end, _ in fetched.wanted()] == [5]
+    fetched.blocks[2] = "key"
+    assert fetched.wanted() == []
+
 
 @pytest.mark.parametrize("fields", [{"space": "other"}, {"exact": True}])
 def test_what_is_of_no_use_is_not_loaded(fields: dict[str, object]) -> None:
