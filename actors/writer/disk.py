@@ -6,6 +6,7 @@ header or its checksum.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -28,7 +29,7 @@ from bus.files import Files
 log = logging.getLogger("shoal.writer")
 
 SCAN_SLOTS = 2048
-"""How many headers are read in one go."""
+"""How many headers are read, and then told of, in one go."""
 
 CHECK_SLOTS = 32
 MAX_SUSPECTS = 65_536
@@ -158,7 +159,10 @@ class Disk:
             log.warning("%s is left alone for now: %s", name, error)
             self._left[number] = size_bytes
             return
-        await self.free(self._slots.add(number, slab, headers))
+        held = self._slots.add(number, slab, [slot for slot, _ in headers])
+        for first in range(0, len(headers), SCAN_SLOTS):
+            await self.free(self._slots.fill(held, headers[first : first + SCAN_SLOTS]))
+            await asyncio.sleep(0)
 
     async def retry(self) -> None:
         """What could not be done before: slots written free, files taken over or removed."""

@@ -67,8 +67,8 @@ class Slots:
 
     # Slabs
 
-    def add(self, number: int, slab: Slab, headers: Sequence[tuple[int, SlotHeader]] = ()) -> Sequence[Place]:
-        """A file is ours, with these whole slots in it. Returns busy places to be freed: blocks that are there twice.
+    def add(self, number: int, slab: Slab, used: Sequence[int] = ()) -> HeldSlab:
+        """A file is ours. The slots `used` are busy until it is said what is in them, see `fill`.
 
         Raises ValueError if it is ours already.
         """
@@ -76,11 +76,12 @@ class Slots:
             raise ValueError(f"slab {number:010x} is here")
         held = self._slabs[number] = HeldSlab(number, self.writer, slab)
         self.num_slots += slab.num_slots
-        if not headers:
-            return []
-        slots = np.array([slot for slot, _ in headers])
-        held.states[slots] = BUSY
+        held.states[np.array(used, np.int64)] = BUSY
         held.free = [slot for slot in held.free if held.states[slot] == FREE]
+        return held
+
+    def fill(self, held: HeldSlab, headers: Sequence[tuple[int, SlotHeader]]) -> Sequence[Place]:
+        """What is in some of the used slots. Returns busy places to be freed: blocks that are there twice."""
         keys = np.frombuffer(b"".join(header.key for _, header in headers), "<u8").reshape(-1, 2)
         parents = np.frombuffer(b"".join(header.parent for _, header in headers), "<u8").reshape(-1, 2)
         flags = np.array([header.approximate for _, header in headers])

@@ -9,6 +9,7 @@ import pytest
 from actors.rules.location import Location, parse_name
 from actors.rules.slab import Slab
 from actors.writer import actor as writer_actor
+from actors.writer import disk as disk_module
 from bus.bus import BusError
 from bus.subjects import ADOPT, DROP, DUMP, FAILED, STORE
 from run.virtual import run_virtual
@@ -57,6 +58,18 @@ def test_an_exact_block_takes_the_place_of_an_approximate_one() -> None:
             assert writer.load().detail["free_slots"] == 6
             await front.restart()
             assert (front.read(1), front.read(2)) == (payload(1), payload(2, approximate=True))
+
+    run_virtual(main())
+
+
+def test_a_slab_is_taken_over_some_slots_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with desk() as (front, _):
+            await front.store(*range(7))
+            monkeypatch.setattr(disk_module, "SCAN_SLOTS", 2)
+            writer = await front.restart()
+            assert front.readable(*range(7)) == list(range(7))
+            assert front.seqs[writer.incarnation] == 4, "others have their turn in between"
 
     run_virtual(main())
 

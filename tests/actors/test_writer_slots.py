@@ -81,7 +81,8 @@ class SlotsMachine(RuleBasedStateMachine):
         headers = [
             (slot, SlotHeader(key(n // 2), key(n // 2 + 100), bool(n % 2), 1)) for slot, n in sorted(content.items())
         ]
-        surplus = self.slots.add(self.num_slabs, Slab(layout[0], NUM_SLOTS, layout[1], 2), headers)
+        held = self.slots.add(self.num_slabs, Slab(layout[0], NUM_SLOTS, layout[1], 2), sorted(content))
+        surplus = [*self.slots.fill(held, headers[:2]), *self.slots.fill(held, headers[2:])]
         for n in content.values():
             self.best[key(n // 2)] = self.best.get(key(n // 2), True) and bool(n % 2)
         self.freeing |= dict.fromkeys(surplus)
