@@ -173,6 +173,7 @@ def test_a_request_that_ends_during_its_look_up_stops_there(how: str) -> None:
         ended_s = asyncio.get_running_loop().time()
         await until(lambda: len(world.entrypoint._tasks) == num_tasks)
         assert asyncio.get_running_loop().time() - ended_s < 0.1
+        assert not [task for task in asyncio.all_tasks() if "Lookups" in str(task.get_coro())], "the questions are over"
         # What it was asked for is not waited for, and who was not given time is not held to be silent.
         for shard in world.shards:
             shard.is_stuck = False
@@ -311,6 +312,21 @@ def test_a_look_up_grown_old_is_made_again_before_it_is_used() -> None:
         await until(lambda: bool(world.replica.dispatches))
         prefix = world.replica.dispatches[0].prefix
         assert prefix is not None and prefix.num_blocks == 9
+
+    played(play)
+
+
+def test_a_look_up_made_again_is_under_the_names_of_now() -> None:
+    async def play(world: Scene) -> None:
+        world.replica.is_full = True
+        await world.send(submit(num_tokens=LONG))
+        await asyncio.sleep(1.0)
+        world.entrypoint._peers.described("p0", "new weights")
+        await asyncio.sleep(FRESH_S + 1)
+        world.replica.is_full = False
+        await until(lambda: bool(world.replica.dispatches))
+        prefix = world.replica.dispatches[0].prefix
+        assert prefix is not None and (prefix.space, prefix.root) == ("new weights", root("new weights"))
 
     played(play)
 
