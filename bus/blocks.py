@@ -13,6 +13,7 @@ from bus.bulk import Bulk
 from bus.bus import Bus, BusError
 from bus.subjects import STORE
 from schemas.cache import StoreBlocks
+from schemas.failure import Code
 from schemas.liveness import ProcessExited
 from schemas.message import Role
 from schemas.routing import LoadReported
@@ -174,7 +175,7 @@ class BlockStore:
                 self._start_sender(lane)
                 is_written = False
                 try:
-                    is_written = await self._write(lane.writer, batch)
+                    is_written = await self._write(lane, batch)
                 finally:
                     self._settle(batch, is_written)
         finally:  # in the same turn: a callback later would leave unsent what comes meanwhile
@@ -194,7 +195,7 @@ class BlockStore:
                 batch.append(block)
         return batch
 
-    async def _write(self, writer: str, batch: Sequence[_Block]) -> bool:
+    async def _write(self, lane: _Lane, batch: Sequence[_Block]) -> bool:
         space, approximate, _ = batch[0].kind
         try:
             payloads = await self._bulk.wrap(b"".join(block.payload for block in batch))
@@ -206,12 +207,14 @@ class BlockStore:
                     payloads=payloads,
                     approximate=approximate,
                 )
-                await self._bus.ask(STORE.at(writer), message, timeout_s=STORE_S)
+                await self._bus.ask(STORE.at(lane.writer), message, timeout_s=STORE_S)
             finally:
                 if payloads.handle is not None:
                     self._bulk.withdraw(payloads.handle)
         except BusError as error:
-            log.info("%d blocks were not stored by writer %s: %s", len(batch), writer, error)
+            log.info("%d blocks were not stored by writer %s: %s", len(batch), lane.writer, error)
+            if error.code is Code.DEADLINE_EXCEEDED:  # it hangs: what waits for it is not to take the place of others'
+                self._lose_waiting(lane)
             return False
         return True
 
@@ -224,11 +227,14 @@ class BlockStore:
         for block in blocks:
             block.request.is_failed = True
 
+    def _lose_waiting(self, lane: _Lane) -> None:
+        self._settle(lane.waiting, is_written=False)
+        lane.waiting.clear()
+
     def _close(self, writer: str) -> None:
         """It has ended, and with it all that it was sent."""
         lane = self._lanes.pop(writer, None)
         if lane is not None:
-            self._settle(lane.waiting, is_written=False)
-            lane.waiting.clear()
+            self._lose_waiting(lane)
             for sender in lane.senders:
                 sender.cancel()

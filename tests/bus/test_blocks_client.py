@@ -268,6 +268,20 @@ def test_what_waits_of_a_request_that_lost_a_block_is_not_sent() -> None:
     run(main())
 
 
+def test_what_waits_for_a_writer_that_is_silent_is_lost_with_what_it_did_not_answer() -> None:
+    """Else one that hangs would hold all the memory there is for minutes, and the others get nothing."""
+
+    async def main() -> None:
+        async with stage() as system:
+            system.writers[0].is_silent = True
+            for number in range(40):
+                system.put(f"r{number}", number * 20, 20)
+            await asyncio.sleep(STORE_S + 0.1)
+            assert system.store.num_bytes == 0 and system.counts == (0, 800)
+
+    run(main())
+
+
 def test_a_late_loss_after_the_request_has_ended_is_counted_and_forgotten() -> None:
     async def main() -> None:
         async with stage() as system:
