@@ -138,7 +138,6 @@ class LocalEngine:
         _, pool = self._loaded()
         window = self._config.sliding_window
         request = self._requests.to_resume(key, prefix, self._info.block_bytes, window)
-        self._check_tokens(key, request, prefix.tokens)
         return await self._thread.run(lambda: resume(request, pool, self._info.space, prefix))
 
     async def blocks(self, key: str, first: int, num: int) -> list[bytes]:
