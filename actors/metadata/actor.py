@@ -204,7 +204,7 @@ class Metadata(Actor):
         if self._shard.set_members(others):
             self._writers.lose(self._writers.alive(now_s))
         log.info("metadata %s: %s were the shards, now %s", self.id, before, self._shard.members)
-        self._directory.retain(lambda snapshot: bool(self._shard.owns(block_keys.keys(snapshot.key))[0]))
+        self._directory.retain(self._shard.owns)
         self.spawn(self._shed())
 
     async def _shed(self) -> None:

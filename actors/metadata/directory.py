@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from actors.rules import keys as block_keys
+from actors.rules.blocks import Flags, Keys
 from schemas.cache import Snapshot
 
 MAX_SNAPSHOTS = 200_000
@@ -52,10 +54,12 @@ class Directory:
         for key in self._of_holder.pop(holder, {}):
             del self._snapshots[key]
 
-    def retain(self, is_kept: Callable[[Snapshot], bool]) -> None:
-        """Forget all others."""
-        for snapshot in [snapshot for snapshot in self._snapshots.values() if not is_kept(snapshot)]:
-            self._remove(snapshot)
+    def retain(self, owns: Callable[[Keys], Flags]) -> None:
+        """Forget those of keys that are another's."""
+        ours = owns(block_keys.keys(b"".join(self._snapshots))).tolist()
+        for snapshot, is_ours in zip(list(self._snapshots.values()), ours, strict=True):
+            if not is_ours:
+                self._remove(snapshot)
 
     @property
     def _first(self) -> Snapshot:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -52,7 +53,7 @@ class Model(RuleBasedStateMachine):
 
     @rule(kept=st.sets(st.sampled_from(KEYS), min_size=3))
     def retain(self, kept: set[bytes]) -> None:
-        self.directory.retain(lambda known: known.key in kept)
+        self.directory.retain(lambda keys: np.array([key.tobytes() in kept for key in keys], np.bool_))
         self.model = {key: known for key, known in self.model.items() if key in kept}
 
     @rule(step=st.integers(1, 15))
