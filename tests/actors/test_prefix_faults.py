@@ -16,13 +16,16 @@ from actors.prefill.batch import Job
 from actors.prefill.disk import HUNG_S, TELL_S, WINDOWS_S
 from actors.rules.location import words
 from actors.rules.slab import FREE, HEADER_BYTES, pack_slot
+from bus.bus import Delivery
 from bus.snapshots import SNAPSHOT_S
+from bus.subjects import LOAD
 from kernels import timed
 from kernels.engine import Admission, Prefix, Sampling, StateError
 from kernels.timed import TimedEngine
 from run.virtual import run_virtual
 from schemas.cache import BlocksFailed, CachedPrefix, HitShortened, Snapshot
 from schemas.failure import Failure
+from schemas.message import Role
 from tests.actors.core import VOCABULARY, info
 from tests.actors.prefixes import SLAB, SPACE, Stand, blocks, cold, stand, tokens
 
@@ -319,6 +322,20 @@ def test_what_is_told_last_is_heard_last() -> None:
             await system.finish("r2", SECOND, system.cached(SECOND))
             told = [(one.num_blocks, one.start, one.approximate) for one in system.entry.shortened["r2"]]
             assert told == [(5, blocks(5), False), (5, blocks(5), False), (5, blocks(4), True)]
+
+    run_virtual(main())
+
+
+def test_the_load_is_told_with_a_shortened_hit_for_it_is_more_than_was_reserved() -> None:
+    async def main() -> None:
+        async with stand() as system:
+            prefix, reports = await warm(system), list[Delivery]()
+            await system.entry.bus.wire.subscribe(LOAD.at(Role.PREFILL).name, reports.append)
+            await system.finish("r2", SECOND, prefix)
+            assert not reports
+            flip_payload(system, 0)
+            await system.finish("r3", SECOND, prefix)
+            assert len(reports) == 1
 
     run_virtual(main())
 
