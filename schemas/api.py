@@ -8,7 +8,6 @@ from schemas.bulk import Handle, Payload
 from schemas.failure import Failure
 from schemas.message import Message
 
-
 PUBLIC = "public"
 """The tenant of everyone who is not known as another's."""
 
