@@ -67,7 +67,8 @@ class KVStore(Actor):
         self._store = Store(self._writers)
         self._askers: list[tuple[MakeRoom, Envelope]] = []
         self._answering: asyncio.Task[None] | None = None
-        self._wanted: dict[str, tuple[int, float]] = {}  # slots that a writer needs, since when
+        self._wanted: dict[str, int] = {}  # slots that a writer needs
+        self._ready_s = 0.0  # when it was last known what all writers have
         self._next_sweep_s = 0.0
         self._num_adopted = 0
 
@@ -84,6 +85,7 @@ class KVStore(Actor):
         }
 
     async def on_start(self) -> None:
+        self._ready_s = self.now_s()
         await self.bus.tell(report_load(Role.WRITER).all(), ReportLoad())
 
     async def on_stop(self) -> None:
@@ -182,17 +184,18 @@ class KVStore(Actor):
     def _grant(self, room: MakeRoom, files: Mapping[str, int]) -> RoomMade:
         if self._budget.may_add(room.writer, room.slab_bytes, files, self.now_s()):
             return RoomMade(may_add=True)
-        since_s = self._wanted.get(room.writer, (0, self.now_s()))[1]
-        self._wanted[room.writer] = (room.num_slots, since_s)
+        self._wanted[room.writer] = room.num_slots
         return RoomMade(may_add=False)
 
     def _make_room(self, now_s: float) -> None:
         """For those who wait, once it is known what all writers have, they themselves among them."""
-        is_whole, alive = self._writers.is_whole(now_s), self._writers.alive(now_s)
-        for writer, (num_slots, since_s) in list(self._wanted.items()):
-            if (is_whole and writer in alive) or now_s - since_s >= PATIENCE_S:
-                del self._wanted[writer]
-                self._store.make_room(writer, num_slots)
+        if self._writers.is_whole(now_s) and self._wanted.keys() <= set(self._writers.alive(now_s)):
+            self._ready_s = now_s
+        elif now_s - self._ready_s < PATIENCE_S:
+            return
+        for writer, num_slots in self._wanted.items():
+            self._store.make_room(writer, num_slots)
+        self._wanted = {}
 
     async def _drop(self, writer: str, keys: Keys, locations: Values) -> None:
         """Whoever cannot be told to free blocks, which are forgotten here, is asked for all it has when it is back."""
