@@ -21,7 +21,7 @@ LEASE_S = 60.0
 """How long a wrapped payload waits to be unwrapped."""
 
 MAX_BYTES = 1 << 30
-"""What one owner holds for others, and the largest payload one pull accepts."""
+"""What one owner holds for others, and the largest payload one pull accepts, where nothing else is said."""
 
 SUMMED_BYTES = 1024 * 1024
 """What is summed up on the loop: less than half a millisecond. Asking a thread costs a tenth of that."""

@@ -44,12 +44,14 @@ class Wanted(Protocol):
 
 
 class Keeper:
-    """One actor's. `spawn` is the actor's, as `events` are to be among its."""
+    """One actor's. `spawn` is the actor's, as `events` are to be among its; windows take at most `snapshot_bytes`."""
 
-    def __init__(self, bus: Bus, bulk: Bulk, holder: str, to_owners: Callable[[], Owners], spawn: Spawn) -> None:
+    def __init__(
+        self, bus: Bus, bulk: Bulk, holder: str, to_owners: Callable[[], Owners], spawn: Spawn, snapshot_bytes: int
+    ) -> None:
         self._bus = bus
         self._spawn = spawn
-        self.snapshots = Snapshots(bus, bulk, holder, to_owners())
+        self.snapshots = Snapshots(bus, bulk, holder, to_owners(), snapshot_bytes)
         self._store = BlockStore(bus, bulk, to_owners(), spawn)
 
     def events(self) -> Mapping[Address[Any, Any], Handler]:

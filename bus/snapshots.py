@@ -21,7 +21,7 @@ SNAPSHOT_S = 600.0
 """How long one is kept."""
 
 POOL_BYTES = 256 * 1024 * 1024
-"""The memory all of one actor may take, by default."""
+"""The memory that all of one actor's may take, where nothing else is said."""
 
 PULL_S = 2.0
 """How long to try: without it one block is computed again, which takes less."""

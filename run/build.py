@@ -58,11 +58,13 @@ def build(member: Member, bus: Bus, bulk: Bulk, spec: ProcessSpec, settings: Set
         case Role.PREFILL:
             from actors.prefill.actor import Prefill
 
-            return Prefill(member.id, bus, bulk, _engine(spec, settings), _files(settings))
+            return Prefill(
+                member.id, bus, bulk, _engine(spec, settings), _files(settings), settings.snapshot_bytes
+            )
         case Role.DECODE:
             from actors.decode.actor import Decode
 
-            return Decode(member.id, bus, bulk, _engine(spec, settings))
+            return Decode(member.id, bus, bulk, _engine(spec, settings), settings.snapshot_bytes)
         case Role.METADATA:
             from actors.metadata.actor import Metadata
 

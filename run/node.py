@@ -18,7 +18,7 @@ import uvloop
 from actors.recipe.card import CardError
 from bus.actor import Actor
 from bus.broker import NatsWire
-from bus.bulk import Bulk, SocketBulk
+from bus.bulk import MAX_BYTES, Bulk, SocketBulk
 from bus.bus import Bus
 from kernels.config import ConfigError
 from kernels.environment import compute_environment
@@ -27,6 +27,7 @@ from run.build import build
 from run.cluster import Member, ProcessSpec
 from run.settings import LOOPBACK, Settings, SettingsError
 from run.telemetry import start_telemetry
+from schemas.message import Role
 from supervisors.processes import tell_ready
 from supervisors.strategy import GaveUp, Intensity, Strategy
 from supervisors.tasks import Child, Ready, Run, Stuck, Supervisor
@@ -80,7 +81,12 @@ class Node:
         self._wire = await NatsWire.connect(self._settings.nats_url, name=f"shoal-{self._spec.name}")
         self._bus = Bus(self._wire)
         host = self._settings.host
-        self._bulk = SocketBulk(host=host, advertise=host if host == LOOPBACK else socket.gethostname())
+        keeping = sum(member.role in (Role.PREFILL, Role.DECODE) for member in self._spec.members)
+        self._bulk = SocketBulk(
+            host=host,
+            advertise=host if host == LOOPBACK else socket.gethostname(),
+            max_bytes=MAX_BYTES + keeping * self._settings.snapshot_bytes,
+        )
         self._announced.clear()
         try:
             await self._bus.open()

@@ -13,6 +13,8 @@ DEFAULT_HTTP_PORT = 8000
 DEFAULT_MODEL = Path(__file__).parent / "models" / "shoal-tiny"
 LOOPBACK = "127.0.0.1"
 DEFAULT_STORE_MB = 1024
+SNAPSHOT_SHARE = 64
+"""Of the machine's memory, for each replica that keeps windows: a machine of a cluster has one, a laptop two."""
 MB = 1 << 20
 SMALLEST_SLAB_BYTES = 4 * MB
 LARGEST_SLAB_BYTES = 4096 * MB
@@ -27,11 +29,12 @@ class SettingsError(ValueError):
 @dataclass(frozen=True)
 class Settings:
     """SHOAL_HTTP_PORT (0: any free one), SHOAL_HOST, SHOAL_API_KEYS, SHOAL_TENANTS, SHOAL_NATS_URL, SHOAL_HOME,
-    SHOAL_MODEL, SHOAL_STORE, SHOAL_STORE_MB.
+    SHOAL_MODEL, SHOAL_STORE, SHOAL_STORE_MB, SHOAL_SNAPSHOT_MB.
 
     `host` is where this process listens; without keys that is loopback unless SHOAL_HOST says otherwise, as it must
     inside a container. `nats_url` is empty when there is no broker yet. `model` is an existing folder.
-    `store` is the folder of cached blocks, which need not exist, and `store_bytes` what its files may take.
+    `store` is the folder of cached blocks, which need not exist, and `store_bytes` what its files may take;
+    `snapshot_bytes` is the memory that the kept windows of one prefill or decode replica may take.
     """
 
     http_port: int
@@ -42,6 +45,7 @@ class Settings:
     model: Path
     store: Path
     store_bytes: int
+    snapshot_bytes: int
     tenants_path: Path | None = None
 
     def tenants(self) -> Tenants:
@@ -69,6 +73,7 @@ class Settings:
             model=_model(environment.get("SHOAL_MODEL", "")),
             store=Path(environment.get("SHOAL_STORE", "") or home / "store").absolute(),
             store_bytes=_store_bytes(environment.get("SHOAL_STORE_MB", "")),
+            snapshot_bytes=_snapshot_bytes(environment.get("SHOAL_SNAPSHOT_MB", "")),
             tenants_path=Path(tenants).absolute() if (tenants := environment.get("SHOAL_TENANTS", "")) else None,
         )
 
@@ -90,6 +95,14 @@ def _store_bytes(text: str) -> int:
             f"SHOAL_STORE_MB={text}: not a budget; set a number of MiB, {smallest} or more. To store nothing, take "
             "metadata, kvstore and writer out of the cluster file"
         )
+    return int(text) * MB
+
+
+def _snapshot_bytes(text: str) -> int:
+    if not text:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // SNAPSHOT_SHARE
+    if not (text.isascii() and text.isdecimal() and len(text) <= 12):
+        raise SettingsError(f"SHOAL_SNAPSHOT_MB={text}: not a size; set a number of MiB, 0 to keep no windows")
     return int(text) * MB
 
 

@@ -22,6 +22,7 @@ from bus.bulk import Bulk
 from bus.bus import Bus, BusError
 from bus.courier import Courier
 from bus.keeper import Keeper
+from bus.snapshots import POOL_BYTES
 from bus.subjects import CANCEL_DECODE, CLAIM, HAND_OVER, RELEASE_DECODE, RESEND_DECODE, TOKENS, Address, Subject
 from kernels.engine import Admission, Engine, Sampling, StateError
 from schemas.failure import Code, Failure
@@ -49,7 +50,9 @@ class Decode(Actor):
 
     role = Role.DECODE
 
-    def __init__(self, id: str, bus: Bus, bulk: Bulk, engine: Engine) -> None:
+    def __init__(
+        self, id: str, bus: Bus, bulk: Bulk, engine: Engine, snapshot_bytes: int = POOL_BYTES
+    ) -> None:
         super().__init__(id, bus)
         self._bulk = bulk
         self._engine = engine
@@ -57,7 +60,7 @@ class Decode(Actor):
         self._arrivals: list[tuple[Generation, bytes, asyncio.Future[str]]] = []
         self._outbox = Outbox(f"{self.role}/{id}")
         self._courier = Courier(bus, TOKENS, self._outbox, self.wake, self._abandon)
-        self.keeper = Keeper(bus, bulk, f"{self.role}/{id}", Ring, self.spawn)
+        self.keeper = Keeper(bus, bulk, f"{self.role}/{id}", Ring, self.spawn, snapshot_bytes)
         self._spans: dict[str, Span] = {}
         self._in_engine: set[str] = set()
         self._num_rows = self._num_new = 0  # requests in all steps, and the tokens they got

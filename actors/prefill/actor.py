@@ -23,6 +23,7 @@ from bus.bus import Bus, BusError, fail
 from bus.files import Files
 from bus.keeper import Keeper
 from bus.offering import Offering
+from bus.snapshots import POOL_BYTES
 from bus.subjects import (
     CANCEL_PREFILL,
     DESCRIBE,
@@ -62,12 +63,14 @@ class Prefill(Actor):
 
     role = Role.PREFILL
 
-    def __init__(self, id: str, bus: Bus, bulk: Bulk, engine: Engine, files: Files) -> None:
+    def __init__(
+        self, id: str, bus: Bus, bulk: Bulk, engine: Engine, files: Files, snapshot_bytes: int = POOL_BYTES
+    ) -> None:
         super().__init__(id, bus)
         self._bulk = bulk
         self._engine = engine
         self.batch = Batch()
-        self.keeper = Keeper(bus, bulk, f"{self.role}/{id}", Ring, self.spawn)
+        self.keeper = Keeper(bus, bulk, f"{self.role}/{id}", Ring, self.spawn, snapshot_bytes)
         self.loader = Loader(bus, files, self.keeper.snapshots, self.spawn, self._on_loaded, self.report_load)
         self._pulling: dict[str, Dispatch] = {}
         self._leaving: dict[str, tuple[Job, Offering]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,15 @@ def test_the_store_is_in_the_home_and_its_files_are_parts_of_its_budget(tmp_path
     settings = Settings.from_environment({"SHOAL_STORE": str(tmp_path), "SHOAL_STORE_MB": "4"})
     assert (settings.store, settings.store_bytes, settings.slab_bytes) == (tmp_path, 4 << 20, 4 << 20)
     assert Settings.from_environment({"SHOAL_STORE_MB": "1000000"}).slab_bytes == 4 << 30
+
+
+def test_windows_take_a_share_of_the_memory_or_what_is_said() -> None:
+    of_all = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 0 < Settings.from_environment({}).snapshot_bytes < of_all / 50
+    assert Settings.from_environment({"SHOAL_SNAPSHOT_MB": "3"}).snapshot_bytes == 3 << 20
+    assert Settings.from_environment({"SHOAL_SNAPSHOT_MB": "0"}).snapshot_bytes == 0
+    with pytest.raises(SettingsError, match="SHOAL_SNAPSHOT_MB=lots: not a size; set a number of MiB"):
+        Settings.from_environment({"SHOAL_SNAPSHOT_MB": "lots"})
 
 
 @pytest.mark.parametrize("budget", ["much", "-1", "0", "3", "1.5", "²", "9" * 5000])
