@@ -79,6 +79,7 @@ class PosixFiles:
     """A folder of the operating system, on threads of its own: one trip to a thread for each call, whatever it holds.
 
     Nothing is synced: what a machine that fails had not written is missing afterwards, as if it had never been stored.
+    Folder and files are for the user alone who makes them.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -121,8 +122,8 @@ class PosixFiles:
     # On a thread
 
     def _create(self, path: str, size_bytes: int) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             _reserve(descriptor, size_bytes)
         except BaseException:

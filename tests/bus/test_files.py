@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import shutil
+import stat
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -285,6 +286,24 @@ class TestPosixFiles:
             await files.close()
 
         run_async(main())
+
+    def test_what_it_makes_is_its_users_alone(self, run_async: Run, tmp_path: Path) -> None:
+        """Blocks are what people have written: a folder that was deleted is made again by a writer."""
+        folder = tmp_path / "store"
+
+        async def main() -> None:
+            files = PosixFiles(folder)
+            await files.create(NAME, 4)
+            shutil.rmtree(folder)
+            await files.create(NAME, 4)
+            await files.close()
+
+        umask = os.umask(0o022)
+        try:
+            run_async(main())
+        finally:
+            os.umask(umask)
+        assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, folder / NAME)] == [0o700, 0o600]
 
     def test_no_name_leads_out_of_the_folder(self, run_async: Run, tmp_path: Path) -> None:
         async def main() -> None:
