@@ -15,36 +15,48 @@ log = logging.getLogger("shoal.store")
 
 
 class Store:
-    """A folder that the writers of one running stack at a time may use: they take their slabs by their names."""
+    """A folder that the writers of one running stack at a time may use: they take their slabs by their names.
+
+    What says so lies in the folder, for whoever has it mounted elsewhere, and, where there is a place for it, beside the
+    folder, where it outlives it: a folder deleted under a running stack is made again by a writer.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._lock: int | None = None
+        self._locks: list[int] = []
 
     def acquire(self) -> None:
         """Make the folder and claim it. Raises SettingsError when that cannot be, or if another stack uses it."""
         need_folder(self.folder)
+        folder = self.folder.resolve()
         try:
-            lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._lock(folder / "lock")
         except OSError as error:
             raise SettingsError(_cannot(self.folder, f"lock: {error.strerror}")) from None
         try:
+            self._lock(folder.parent / f"{folder.name}.lock")
+        except OSError as error:
+            log.info("no lock beside %s: %s", self.folder, error.strerror)
+
+    def release(self) -> None:
+        """Let the next one have it. Idempotent."""
+        while self._locks:
+            os.close(self._locks.pop())
+
+    def _lock(self, path: Path) -> None:
+        """Raises SettingsError if another stack has it, OSError if there can be none."""
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._locks.append(lock)
+        try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            os.close(lock)
+            self.release()
             raise SettingsError(
                 f"SHOAL_STORE={self.folder}: another `shoal up` stores its blocks here; stop it, or set SHOAL_STORE to "
                 "another folder for a second one"
             ) from None
         except OSError as error:  # of a file system without locks
-            log.warning("%s cannot be locked (%s): see to it that no second stack uses it", self.folder, error)
-        self._lock = lock
-
-    def release(self) -> None:
-        """Let the next one have it. Idempotent."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+            log.warning("%s cannot be locked (%s): see to it that no second stack uses it", path, error)
 
 
 def need_folder(folder: Path) -> None:

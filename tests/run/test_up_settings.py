@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -119,6 +121,34 @@ def test_a_store_of_another_system_is_left_alone(settings: Settings, tmp_path: P
     again = Store(tmp_path / "store")
     again.acquire()
     again.release()
+
+
+def test_a_store_that_was_deleted_under_a_system_is_still_its_own(tmp_path: Path) -> None:
+    running, second = Store(tmp_path / "store"), Store(tmp_path / "store")
+    running.acquire()
+    shutil.rmtree(running.folder)
+    with pytest.raises(SettingsError, match="another `shoal up` stores its blocks here"):
+        second.acquire()
+    running.release()
+    second.acquire()
+    second.release()
+
+
+def test_a_store_with_no_place_beside_it_is_locked_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def open_within(path: Path, flags: int, mode: int = 0o777) -> int:
+        if path.parent == tmp_path:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return os_open(path, flags, mode)
+
+    os_open = os.open
+    monkeypatch.setattr(os, "open", open_within)
+    running = Store(tmp_path / "store")
+    running.acquire()
+    with pytest.raises(SettingsError, match="another `shoal up` stores its blocks here"):
+        Store(tmp_path / "store").acquire()
+    running.release()
 
 
 def test_keys_that_are_none(settings: Settings) -> None:
