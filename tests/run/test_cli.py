@@ -26,7 +26,7 @@ def shoal(*arguments: str, folder: Path, **environment: str) -> subprocess.Compl
     )
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "bench frontend", "bench engine"])
+@pytest.mark.parametrize("command", [*COMMANDS, "bench frontend", "bench engine", "bench kv", "bench turns"])
 def test_every_command_has_help(command: str, tmp_path: Path) -> None:
     done = shoal(*command.split(), "--help", folder=tmp_path)
     assert done.returncode == 0, done.stderr
