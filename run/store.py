@@ -17,8 +17,8 @@ log = logging.getLogger("shoal.store")
 class Store:
     """A folder that the writers of one running stack at a time may use: they take their slabs by their names.
 
-    What says so lies in the folder, for whoever has it mounted elsewhere, and, where there is a place for it, beside the
-    folder, where it outlives it: a folder deleted under a running stack is made again by a writer.
+    The locks that say so lie in the folder, for whoever has it mounted elsewhere, and, where there is a place for one,
+    beside it: a folder deleted under a running stack is made again by a writer.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -59,14 +59,14 @@ class Store:
             log.warning("%s cannot be locked (%s): see to it that no second stack uses it", path, error)
 
 
-def need_folder(folder: Path) -> None:
-    """Make a folder that can be written. Raises SettingsError when that cannot be."""
+def need_folder(folder: Path, setting: str = "SHOAL_STORE") -> None:
+    """Make a folder that can be written. Raises SettingsError, which names the setting, when that cannot be."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise SettingsError(_cannot(folder, str(error.strerror))) from None
+        raise SettingsError(_cannot(folder, str(error.strerror), setting)) from None
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise SettingsError(_cannot(folder, "it cannot be written"))
+        raise SettingsError(_cannot(folder, "it cannot be written", setting))
 
 
 def stores(specs: tuple[ProcessSpec, ...]) -> bool:
@@ -74,5 +74,5 @@ def stores(specs: tuple[ProcessSpec, ...]) -> bool:
     return any(member.role is Role.WRITER for spec in specs for member in spec.members)
 
 
-def _cannot(folder: Path, why: str) -> str:
-    return f"SHOAL_STORE={folder}: {why}; set it to a folder you can write"
+def _cannot(folder: Path, why: str, setting: str = "SHOAL_STORE") -> str:
+    return f"{setting}={folder}: {why}; set it to a folder you can write"

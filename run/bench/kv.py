@@ -46,10 +46,10 @@ def bench_kv(
     block_bytes
         Of a block's payload; the real model's by default.
     trace
-        A trace of requests in Mooncake's format; left out where there is none.
+        A trace of requests in Mooncake's format, such as its conversation_trace.jsonl; left out where there is none.
     """
     place = folder or Settings.from_environment().store
-    need_folder(place)
+    need_folder(place, "--folder" if folder else "SHOAL_STORE")
     needed = 3 * NUM_SLABS * SLAB_BYTES
     if shutil.disk_usage(place).free < needed:
         raise SettingsError(f"{place}: the benchmark needs {needed >> 20} MiB there; give it another --folder")
@@ -98,7 +98,7 @@ def _print(found: dict[str, Any]) -> None:
     table.add_row("a writer's start", f"{found['restart_blocks_per_s']:,} blocks/s", "")
     console.print(table)
     if "hit_ratio" not in found:
-        console.print("no trace, so no hit ratio: give one with --trace")
+        console.print("no trace, so no hit ratio: give one with --trace; run/README.md says where there is one")
         return
     title = f"hits of {found['trace_requests']:,} requests, {found['trace_blocks']:,} blocks"
     table = Table("room for", "of all blocks", title=title)

@@ -55,5 +55,12 @@ def test_it_prints_one_object_and_leaves_nothing(
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(SettingsError, match="file"):
+    with pytest.raises(SettingsError, match="^--folder=.*/file: "):
         kv.bench_kv(folder=tmp_path / "file")
+
+
+def test_a_store_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SHOAL_STORE", str(tmp_path / "file"))
+    with pytest.raises(SettingsError, match="^SHOAL_STORE=.*/file: "):
+        kv.bench_kv()
