@@ -87,6 +87,7 @@ class KVStore(Actor):
     async def on_start(self) -> None:
         self._ready_s = self.now_s()
         await self.bus.tell(report_load(Role.WRITER).all(), ReportLoad())
+        self.wake()
 
     async def on_stop(self) -> None:
         await self._files.close()
@@ -110,7 +111,7 @@ class KVStore(Actor):
             "blocks": float(self._store.reclaim.num_blocks),
             "bytes": float(self._store.reclaim.size_bytes),
             "budget_bytes": float(self._budget.max_bytes),
-            "stored_bytes": float(self._budget.num_bytes),
+            "stored_bytes": float(self._budget.num_bytes(self.now_s())),
             "reclaimed_blocks": float(self._store.num_reclaimed),
             "duplicate_blocks": float(self._store.num_duplicates),
             "adopted_slabs": float(self._num_adopted),
@@ -213,16 +214,19 @@ class KVStore(Actor):
             files = await self._list()
         except OSError as error:
             log.warning("the folder of blocks cannot be listed: %s", error)
-            files = {}
+            self._next_sweep_s = self.now_s() + SWEEP_S
+            return
+        self._budget.see(files)
         for name, heir in self._orphans.heirs(files, self._writers.alive(self.now_s()), self.now_s()):
             parsed = location.parse_name(name)
             assert parsed is not None
             if parsed[1] in self._writers.alive(self.now_s()):
                 continue  # it came back meanwhile
             try:
-                if self._budget.is_exceeded(files):
+                if self._budget.is_exceeded():
                     await self._files.remove(name)
                     del files[name]
+                    self._budget.see(files)
                     self._store.forget(parsed[0])
                 else:
                     await self.bus.ask(ADOPT.at(heir), AdoptSlab(name=name), timeout_s=ADOPT_S)

@@ -19,35 +19,36 @@ class Budget:
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self.num_bytes = 0
+        self._there_bytes = 0
         self._allowed: dict[str, tuple[int, int, float]] = {}  # writer: slabs it had, bytes of the next, until when
+
+    def num_bytes(self, now_s: float) -> int:
+        """What was there when it was last looked at, and what was allowed since and may be there by now."""
+        return self._there_bytes + sum(size for _, size, until_s in self._allowed.values() if until_s > now_s)
+
+    def see(self, files: Mapping[str, int]) -> dict[str, int]:
+        """This is in the folder now; how many slabs each writer has."""
+        slabs: dict[str, int] = {}
+        self._there_bytes = 0
+        for name, num_bytes in files.items():
+            if (parsed := parse_name(name)) is not None:
+                self._there_bytes += num_bytes
+                slabs[parsed[1]] = slabs.get(parsed[1], 0) + 1
+        self._allowed = {
+            writer: allowed for writer, allowed in self._allowed.items() if slabs.get(writer, 0) <= allowed[0]
+        }
+        return slabs
 
     def may_add(self, writer: str, slab_bytes: int, files: Mapping[str, int], now_s: float) -> bool:
         """Whether a writer may make a file. Asking again before it is there is asking for the same one; with 0 bytes,
         giving it up."""
-        slabs = self._count(files)
-        self._allowed = {
-            other: allowed
-            for other, allowed in self._allowed.items()
-            if other != writer and allowed[2] > now_s and slabs.get(other, 0) <= allowed[0]
-        }
-        expected = self.num_bytes + sum(num_bytes for _, num_bytes, _ in self._allowed.values())
-        if not slab_bytes or (expected + slab_bytes > self.max_bytes and slabs.get(writer, 0)):
+        num_slabs = self.see(files).get(writer, 0)
+        self._allowed.pop(writer, None)
+        if not slab_bytes or (self.num_bytes(now_s) + slab_bytes > self.max_bytes and num_slabs):
             return False
-        self._allowed[writer] = (slabs.get(writer, 0), slab_bytes, now_s + ALLOWED_S)
+        self._allowed[writer] = (num_slabs, slab_bytes, now_s + ALLOWED_S)
         return True
 
-    def is_exceeded(self, files: Mapping[str, int]) -> bool:
+    def is_exceeded(self) -> bool:
         """Whether there are more bytes of slabs than should be."""
-        self._count(files)
-        return self.num_bytes > self.max_bytes
-
-    def _count(self, files: Mapping[str, int]) -> dict[str, int]:
-        """Slabs of each writer; notes the bytes of all."""
-        slabs: dict[str, int] = {}
-        self.num_bytes = 0
-        for name, num_bytes in files.items():
-            if (parsed := parse_name(name)) is not None:
-                self.num_bytes += num_bytes
-                slabs[parsed[1]] = slabs.get(parsed[1], 0) + 1
-        return slabs
+        return self._there_bytes > self.max_bytes

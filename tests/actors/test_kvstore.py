@@ -7,6 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
+from actors.kvstore.actor import SWEEP_S
 from actors.kvstore.orphans import ABSENT_S
 from actors.rules.location import Location, file_name
 from bus.actor import Envelope
@@ -62,6 +63,30 @@ def test_there_are_as_many_files_as_the_budget_allows() -> None:
             assert store.load().detail["stored_bytes"] == 3 * SLAB_BYTES
             del files.files[file_name(0, "w0")]
             assert await world.make_room("w0", 1)
+
+    run_virtual(main())
+
+
+def test_what_is_stored_is_what_is_there_and_what_was_allowed() -> None:
+    async def main() -> None:
+        async with cache() as world:
+            files = folder(*FULL)
+            store = await world.with_kvstore("k0", files, 4 * SLAB_BYTES)
+            await asyncio.sleep(1.0)
+
+            def stored() -> float:
+                return store.load().detail["stored_bytes"] / SLAB_BYTES
+
+            assert stored() == 2, "what it found"
+            assert await world.make_room("w0", 1)
+            assert stored() == 3
+            files.files[file_name(2, "w0")] = bytearray(SLAB_BYTES)
+            assert stored() == 3
+            await asyncio.sleep(SWEEP_S + 3.0)
+            assert stored() == 3
+            files.files.clear()
+            await asyncio.sleep(SWEEP_S + 3.0)
+            assert stored() == 0
 
     run_virtual(main())
 

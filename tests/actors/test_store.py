@@ -17,12 +17,14 @@ FILES = {file_name(1, "w0"): 400, file_name(2, "w1"): 400, "notes.txt": 10**9}
 
 def test_a_budget_counts_slabs_that_are_there_and_those_just_allowed() -> None:
     budget = Budget(1700)
-    assert budget.may_add("w0", 400, FILES, 0.0) and budget.num_bytes == 800
+    assert budget.may_add("w0", 400, FILES, 0.0) and budget.num_bytes(0.0) == 1200
     assert budget.may_add("w0", 400, FILES, 1.0), "the same one, asked for again"
     assert budget.may_add("w1", 400, FILES, 1.0)
+    assert budget.num_bytes(1.0) == 1600
     assert not budget.may_add("w0", 900, FILES, 2.0)
     files = {**FILES, file_name(3, "w0"): 400}
     assert not budget.may_add("w0", 400, files, 2.0), "one is there, one is being made"
+    assert budget.num_bytes(2.0) == 1600 and budget.num_bytes(ALLOWED_S + 2.0) == 1200
     assert not budget.may_add("w0", 400, files, ALLOWED_S)
     assert budget.may_add("w0", 400, files, ALLOWED_S + 1.0), "the other one never came"
 
