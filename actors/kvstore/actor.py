@@ -87,7 +87,6 @@ class KVStore(Actor):
     async def on_start(self) -> None:
         self._ready_s = self.now_s()
         await self.bus.tell(report_load(Role.WRITER).all(), ReportLoad())
-        self.wake()
 
     async def on_stop(self) -> None:
         await self._files.close()

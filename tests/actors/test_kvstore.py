@@ -72,7 +72,7 @@ def test_what_is_stored_is_what_is_there_and_what_was_allowed() -> None:
         async with cache() as world:
             files = folder(*FULL)
             store = await world.with_kvstore("k0", files, 4 * SLAB_BYTES)
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(3.0)
 
             def stored() -> float:
                 return store.load().detail["stored_bytes"] / SLAB_BYTES
