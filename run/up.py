@@ -26,12 +26,13 @@ from bus.server import ServerConfig, command, wait_ready
 from kernels.audit import audit, refuse
 from kernels.config import ConfigError, ModelConfig
 from kernels.shards import CheckpointError, read_shards
+from run.banner import banner
 from run.build import serving
 from run.cluster import Member, ProcessSpec
 from run.health import find_silent
 from run.home import Client, Home, Ready, Running, write_private
 from run.node import MISTAKE
-from run.settings import LOOPBACK, MB, Settings, SettingsError
+from run.settings import LOOPBACK, Settings, SettingsError
 from run.store import Store, stores
 from run.watch import Watch
 from schemas.message import Role
@@ -196,23 +197,14 @@ class Stack:
         write_private(self._ready_file, msgspec.json.encode(ready))
 
     def _say_hello(self, took_s: float) -> None:
-        say = self._console.print
-        model = self._models[0] if self._models else ""
-        say(f"\n[bold]Shoal is up[/] after {took_s:.1f} s, serving {escape(', '.join(self._models))}\n")
-        say(f"  OpenAI SDK     base_url={self._http}/v1")
-        say(f"  Anthropic SDK  base_url={self._http}")
-        say(f"  NATS           {self._nats_place}  (subjects shoal.api.>)")
-        if stores(self._specs):
-            budget_mb = self._settings.store_bytes // MB
-            say(f"  KV cache       {escape(str(self._settings.store))}, at most {budget_mb:,} MiB", soft_wrap=True)
-        say(f"  logs           {escape(str(self._home.folder))}/logs\n")
-        say("Try it:  shoal chat   shoal status   or")
-        body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}]})
-        say(
-            escape(f"  curl {self._http}/v1/chat/completions -H 'content-type: application/json' -d '{body}'"),
-            soft_wrap=True,
-        )
-        say("\nCtrl-C stops everything.")
+        models = escape(", ".join(self._models))
+        self._console.print(f"\n[bold]Shoal is up[/] after {took_s:.1f} s, serving {models}\n")
+        keys = Keys.parse(self._settings.api_keys, self._settings.tenants())
+        is_storing = stores(self._specs)
+        for line in banner(
+            self._settings, self._models, self._nats_place, has_keys=bool(keys), stores_blocks=is_storing
+        ):
+            self._console.print(line, markup=False, soft_wrap=True)
 
     def _on_restart(self, name: str, error: BaseException | None) -> None:
         self._console.print(f"[yellow]●[/] {name:<10} restarting: {escape(str(error))}")
