@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
@@ -16,7 +15,7 @@ from actors.rules.keys import Keys
 from actors.rules.keys import keys as as_keys
 from actors.rules.location import LOCATION_BYTES, SLAB_BITS, file_name, parse_name, words
 from actors.rules.slab import layout_of
-from actors.writer.disk import Block, Disk
+from actors.writer.disk import FULL, Block, Disk
 from actors.writer.held import Layout, Place, new_slab
 from actors.writer.slots import Slots, Words
 from bus.actor import Actor, Envelope, Handler
@@ -66,8 +65,6 @@ NUM_SCANS = 4
 
 RETRY_S = 5.0
 """When a folder that could not be listed is tried again."""
-
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Writer(Actor):
@@ -152,7 +149,7 @@ class Writer(Actor):
         except BusError as error:
             await envelope.answer(error.failure)
         except OSError as error:
-            code = Code.OVERLOADED if error.errno in _FULL else Code.INTERNAL
+            code = Code.OVERLOADED if error.errno in FULL else Code.INTERNAL
             await envelope.answer(fail(code, f"writer {self.id} could not write: {error.strerror}").failure)
         finally:
             self._num_stores -= 1
@@ -176,7 +173,7 @@ class Writer(Actor):
 
         Raises `BusError(overloaded)`.
         """
-        low = max(new_slab(layout, self._slab_bytes).num_slots // 8, 1)
+        low = max(min(new_slab(layout, self._slab_bytes).num_slots, self.slots.num_slots) // 8, 1)
         give_up_s = self.now_s() + ROOM_S
         while (places := self.slots.take(layout, num)) is None and (left_s := give_up_s - self.now_s()) > 0:
             asking = self._ask_for_room(layout, max(2 * low, num))

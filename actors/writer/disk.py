@@ -7,6 +7,7 @@ header or its checksum.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -24,6 +25,7 @@ from actors.rules.slab import FREE, HEADER_BYTES, Buffer, Slab, SlotError, SlotH
 from actors.rules.slab import scan_headers as scan
 from actors.writer.held import HeldSlab, Place
 from actors.writer.slots import Slots, Words
+from bus.blocks import BATCH_BLOCKS
 from bus.files import Files
 
 log = logging.getLogger("shoal.writer")
@@ -34,6 +36,8 @@ SCAN_SLOTS = 2048
 CHECK_SLOTS = 32
 MAX_SUSPECTS = 65_536
 """Blocks of failed reads that are looked at in one go, and that wait for it."""
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Block(NamedTuple):
@@ -122,9 +126,16 @@ class Disk:
     # Files
 
     async def create(self, number: int, slab: Slab) -> None:
-        """A new file with free slots only. Raises OSError: then there is none."""
+        """A new file with free slots only: a smaller one, as long as it holds what comes at a time, where the disk has
+        no place for it. Raises OSError: then there is none."""
         name = file_name(number, self._slots.writer)
-        await self.files.create(name, slab.file_bytes)
+        try:
+            await self.files.create(name, slab.file_bytes)
+        except OSError as error:
+            if error.errno not in FULL or slab.num_slots < 2 * BATCH_BLOCKS:
+                raise
+            log.info("writer %s has no place for a file of %d bytes", self._slots.writer, slab.file_bytes)
+            return await self.create(number, replace(slab, num_slots=slab.num_slots // 2))
         try:
             await self.files.write(name, [(0, slab.pack())])
         except BaseException:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from actors.rules.slab import HEADER_BYTES, Slab
 from actors.writer.actor import FULL_S
+from bus.blocks import BATCH_BLOCKS
 from bus.files import FileInfo
 from bus.subjects import ADOPT
 from run.virtual import run_virtual
@@ -272,6 +273,29 @@ def test_without_a_place_for_a_file_it_asks_for_slots_alone_for_a_while(code: in
             files.heal()
             await asyncio.sleep(FULL_S)
             assert await front.store(4) == 1
+
+    run_virtual(main())
+
+
+def test_a_disk_that_is_too_small_for_a_file_gets_a_smaller_one() -> None:
+    """Without any, no block whose key the writer owns could be stored."""
+
+    async def main() -> None:
+        async with desk(num_slots=8 * BATCH_BLOCKS) as (front, writer):
+            front.world.folder.max_bytes = slab_bytes(3 * BATCH_BLOCKS) + HEADER_BYTES
+            assert await front.store(*range(BATCH_BLOCKS)) == BATCH_BLOCKS
+            assert [len(data) for data in front.world.folder.files.values()] == [slab_bytes(2 * BATCH_BLOCKS)]
+            assert [asked.slab_bytes for asked in front.room.asked] == [slab_bytes(8 * BATCH_BLOCKS)]
+            await front.store(*range(BATCH_BLOCKS, 2 * BATCH_BLOCKS))
+            await asyncio.sleep(1)
+            assert writer.load().detail["slots"] == 3 * BATCH_BLOCKS, "more, for it was nearly full"
+            await front.store(*range(2 * BATCH_BLOCKS, 3 * BATCH_BLOCKS))
+            await asyncio.sleep(1)
+            assert front.readable(*range(3 * BATCH_BLOCKS)) == list(range(3 * BATCH_BLOCKS))
+            asked = front.room.asked[-1]
+            assert asked.slab_bytes == 0 and asked.num_slots < BATCH_BLOCKS, "it holds little, and needs little"
+            await front.restart()
+            assert front.readable(*range(3 * BATCH_BLOCKS)) == list(range(3 * BATCH_BLOCKS))
 
     run_virtual(main())
 
