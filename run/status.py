@@ -13,6 +13,7 @@ from bus.bus import BusError
 from run.health import collect_loads, on_bus
 from run.home import Home
 from run.settings import Settings, SettingsError
+from schemas.message import Role
 from schemas.routing import LoadReported
 
 WAIT_S = 0.5
@@ -37,7 +38,10 @@ def print_status(settings: Settings, *, as_json: bool) -> int:
         actors = [msgspec.structs.asdict(report) for report in reports]  # with the zeros that messages leave out
         print(msgspec.json.encode({"actors": actors}).decode())
     elif reports:
-        Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS).print(_table(reports))
+        console = Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS, highlight=False)
+        console.print(_table(reports))
+        if cached := _cached(reports):
+            console.print(f"\n{cached}")
     else:
         print("nobody answered within half a second", file=sys.stderr)
     return 0 if reports else 1
@@ -62,7 +66,7 @@ def _table(reports: list[LoadReported]) -> Table:
             _of(report.num_running, report.capacity_requests),
             str(report.num_waiting),
             _of(report.num_tokens, report.capacity_tokens),
-            " ".join(f"{key}={_number(value)}" for key, value in report.detail.items()),
+            " ".join(f"{key}={_amount(key, value)}" for key, value in report.detail.items()),
         )
     return table
 
@@ -71,5 +75,18 @@ def _of(used: int, capacity: int) -> str:
     return f"{used}/{capacity}" if capacity else str(used)
 
 
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if float(value).is_integer() else f"{value:.3g}"
+def _cached(reports: list[LoadReported]) -> str:
+    """How much of their prompts did not have to be computed, since the entrypoints that run were started."""
+    details = [report.detail for report in reports if report.role is Role.ENTRYPOINT]
+    num_prompt = sum(detail.get("prompt_tokens", 0) for detail in details)
+    num_cached = sum(detail.get("cached_tokens", 0) for detail in details)
+    return f"{100 * num_cached / num_prompt:.0f} % of {num_prompt:,.0f} prompt tokens were cached" if num_prompt else ""
+
+
+def _amount(key: str, value: float) -> str:
+    """Of bytes in a unit that leaves few digits; one word, in any case."""
+    if not f"_{key}".endswith("_bytes"):
+        return f"{value:,.0f}" if float(value).is_integer() else f"{value:.3g}"
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    power = min((int(max(value, 1)).bit_length() - 1) // 10, len(units) - 1)
+    return f"{value / 1024**power:.4g}{units[power]}"

@@ -110,7 +110,7 @@ class Entrypoint(Actor):
         await self.flush()
 
     def load(self) -> LoadReported:
-        return structs.replace(super().load(), num_running=self.shard.num_live)
+        return structs.replace(super().load(), num_running=self.shard.num_live, detail=self.shard.detail())
 
     async def flush(self) -> None:
         await self._courier.flush()

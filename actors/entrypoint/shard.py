@@ -46,6 +46,8 @@ class Shard:
     def __init__(self, id: str, first_epoch: int = 1) -> None:
         self.id = id
         self.num_live = 0
+        self._num_prompt_tokens = 0
+        self._num_cached_tokens = 0
         self._requests: dict[str, Request] = {}
         self._epochs = itertools.count(first_epoch)
         self._strays: dict[tuple[str, str], float] = {}
@@ -123,10 +125,17 @@ class Shard:
         self, request: Request, epoch: int, first_index: int, tokens: Sequence[int], end: End | None, now_s: float
     ) -> Verdict:
         """Tokens for a request; see `Request.accept`."""
-        was_live = request.end is None
+        was_live, has_begun = request.end is None, bool(request.tokens)
         verdict = request.accept(epoch, first_index, tokens, end, now_s)
         self.num_live -= was_live and request.end is not None
+        if request.tokens and not has_begun:
+            self._num_prompt_tokens += request.submit.num_prompt_tokens
+            self._num_cached_tokens += request.num_cached(0)
         return verdict
+
+    def detail(self) -> dict[str, float]:
+        """Totals since its start, of requests whose first tokens came: of their prompts, and what was not computed."""
+        return {"prompt_tokens": self._num_prompt_tokens, "cached_tokens": self._num_cached_tokens}
 
     def is_new_stray(self, source: str, request_id: str, now_s: float) -> bool:
         """Tokens came from one who does not hold the request (any more): should it be told? Once in SILENCE_S."""

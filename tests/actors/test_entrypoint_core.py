@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from actors.entrypoint.request import Owner, Request, Verdict
 from actors.entrypoint.shard import RETENTION_S, SILENCE_S, Shard
+from actors.rules.hit import Hit
 from schemas.handover import Claimed, ClaimRefused
 from schemas.message import Role
 from schemas.request import Cancelled, Finished, FinishReason, Limits, Resend
@@ -126,6 +127,20 @@ class TestShard:
         assert shard.resend(asked).ends == [(0, STOP)]
         shard.forget_old(5.1 + RETENTION_S)
         assert shard.get("r1") is None
+
+    def test_prompts_and_what_was_cached_of_them_count_once_their_first_tokens_came(self) -> None:
+        shard = Shard("e0")
+        for number, start in enumerate((0, 256)):
+            request = shard.submit(submit(f"r{number}", num_tokens=512), 0.0)
+            assert request is not None
+            epoch = request.dispatch("p0", 0.0)
+            request.hit = Hit(start // 128, start)
+            assert shard.detail() == {"prompt_tokens": number * 512, "cached_tokens": 0}
+            shard.accept(request, epoch, 0, [1], None, 0.0)
+            shard.accept(request, epoch, 0, [1, 2], STOP, 0.0)
+        given_up = shard.submit(submit("r2"), 0.0)
+        assert given_up is not None and shard.finish(given_up, Cancelled(), 0.0)
+        assert shard.detail() == {"prompt_tokens": 1024, "cached_tokens": 256}
 
 
 class OneEnd(RuleBasedStateMachine):
