@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import hashlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +14,7 @@ from actors.prefill.restore import Block, Fetched, Restored, Windows, open_slots
 from actors.rules.chain import BLOCK_TOKENS
 from actors.rules.hit import Hit
 from actors.rules.location import SLOT_BITS, parse_name
-from actors.rules.slab import HEADER_BYTES, Slab
+from actors.rules.slab import HEADER_BYTES, Slab, layout_of
 from bus.blocks import Spawn
 from bus.bus import Bus
 from bus.files import Buffer, Files
@@ -93,12 +91,10 @@ class SlabReader:
         return found
 
     async def _read_slab(self, slab: int, spans: Sequence[tuple[int, int]]) -> Sequence[Buffer]:
-        """Find the slab's file: another writer may have adopted it since, and given it its name. Raises OSError."""
-        if slab in self._names:
-            with suppress(FileNotFoundError):
-                return await self._files.read(self._names[slab], spans)
-        named = [(parse_name(file.name), file.name) for file in await self._files.list()]
-        self._names = {parsed[0]: name for parsed, name in named if parsed is not None}
+        """From the slab's file, which has one name for good: adopted, it is another slab. Raises OSError."""
+        if slab not in self._names:
+            named = [(parse_name(file.name), file.name) for file in await self._files.list()]
+            self._names = {parsed[0]: name for parsed, name in named if parsed is not None}
         if slab not in self._names:
             raise FileNotFoundError(errno.ENOENT, f"no file of slab {slab:010x}")
         return await self._files.read(self._names[slab], spans)
@@ -222,4 +218,4 @@ class Loader:
 
 def expected_slab(info: EngineInfo) -> Slab:
     """What a slab of this engine's blocks is like; how many slots it has is in its own header."""
-    return Slab(info.block_bytes, 1 << SLOT_BITS, hashlib.sha256(info.space.encode()).digest()[:16], 0)
+    return Slab(info.block_bytes, 1 << SLOT_BITS, layout_of(info.space), 0)
