@@ -147,12 +147,16 @@ class BlockStore:
         """Whether `store` would take so many blocks of this request, of `size_bytes` together: to be asked before they
         are read. If not, they are lost."""
         request = self._requests.setdefault(owner, _Request())
-        has_writers = bool(self._owners.alive(asyncio.get_running_loop().time()))
-        if request.is_failed or not has_writers or self.num_bytes + size_bytes > self._max_bytes:
+        if request.is_failed or not self.has_writers or self.num_bytes + size_bytes > self._max_bytes:
             request.is_failed = True
             self.num_lost += num_blocks
             return False
         return True
+
+    @property
+    def has_writers(self) -> bool:
+        """Without any, all blocks are lost."""
+        return bool(self._owners.alive(asyncio.get_running_loop().time()))
 
     def is_failed(self, owner: str) -> bool:
         """Whether a block of this request was lost."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from bus.actor import Envelope, Handler
@@ -38,8 +38,6 @@ class Wanted(Protocol):
 
     def blocks(self, num_done: int) -> list[int]: ...
 
-    def windows(self) -> list[tuple[int, int]]: ...
-
     def key(self, number: int) -> bytes: ...
 
 
@@ -51,6 +49,7 @@ class Keeper:
     ) -> None:
         self._bus = bus
         self._spawn = spawn
+        self._has_room = snapshot_bytes > 0
         self.snapshots = Snapshots(bus, bulk, holder, to_owners(), snapshot_bytes)
         self._store = BlockStore(bus, bulk, to_owners(), spawn)
 
@@ -71,6 +70,10 @@ class Keeper:
         """For a load report: totals since the start."""
         return {"stored_blocks": float(self._store.num_stored), "lost_blocks": float(self._store.num_lost)}
 
+    def is_of_use(self) -> bool:
+        """Whether windows kept now could be found: there is room for them, and a writer for the blocks before them."""
+        return self._has_room and self._store.has_writers
+
     async def keep_blocks(self, engine: Source, owner: str, wanted: Wanted, num_done: int) -> None:
         """Read the blocks of the request `owner` that its first `num_done` tokens completed, and have them stored."""
         numbers = wanted.blocks(num_done)
@@ -87,11 +90,13 @@ class Keeper:
             approximate=wanted.approximate,
         )
 
-    async def keep_windows(self, engine: Source, owner: str, wanted: Wanted) -> None:
-        """Read the windows at the ends of the last blocks of a whole prompt, and hold them."""
+    async def keep_windows(
+        self, engine: Source, owner: str, wanted: Wanted, ends: Sequence[tuple[int, int]]
+    ) -> None:
+        """Read the windows behind so many (blocks, tokens) of the request, and hold them."""
         if self._store.is_failed(owner):
             return  # without its blocks nobody can use them
-        for number, num_tokens in wanted.windows():
+        for number, num_tokens in ends:
             windows = await engine.windows(owner, num_tokens)
             if windows is not None:
                 kept = self.snapshots.keep(wanted.key(number - 1), windows, approximate=wanted.approximate)

@@ -13,7 +13,7 @@ class Dispatch(Message, frozen=True):
     """Entrypoint → prefill replica: compute this prompt, then hand it over to decode.
 
     `images` are held for the replica until it has answered. `exact`: compute everything, approximate nothing.
-    `prefix`: what is cached of it; without it nothing is, and nothing is stored.
+    `prefix`: what is cached of it; without it nothing is, and nothing is stored. `branches`: as in `Submit`.
     """
 
     request_id: str
@@ -28,6 +28,7 @@ class Dispatch(Message, frozen=True):
     images: list[ImageEmbeddings] = []
     exact: bool = False
     prefix: CachedPrefix | None = None
+    branches: list[int] = []
 
 
 class Dispatched(Message, frozen=True):

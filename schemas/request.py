@@ -33,7 +33,8 @@ class Submit(Message, frozen=True):
 
     `prompt` holds the token ids as little-endian u32, with the model's image token at every position of `images`, which
     are in the order of their spans. `recipe` is the id of the recipe actor that wants the tokens. `exact`: compute
-    everything, approximate nothing (design §5). `cache`: whose cached blocks it may use and adds to.
+    everything, approximate nothing (design §5). `cache`: whose cached blocks it may use and adds to. `branches`: with
+    so many of its first tokens other prompts are likely to begin, too; ascending.
     """
 
     request_id: str
@@ -46,6 +47,7 @@ class Submit(Message, frozen=True):
     images: list[Image] = []
     exact: bool = False
     cache: str = ""
+    branches: list[int] = []
 
 
 class Submitted(Message, frozen=True):

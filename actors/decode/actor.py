@@ -189,7 +189,8 @@ class Decode(Actor):
         """Free what an ended request holds here. Only between steps."""
         if generation.id in self._in_engine:
             if generation.filling is not None:
-                await self.keeper.keep_windows(self._engine, generation.id, generation.filling)
+                filling = generation.filling
+                await self.keeper.keep_windows(self._engine, generation.id, filling, filling.windows())
             self._in_engine.discard(generation.id)
             self._engine.free(generation.id)
         self.keeper.forget(generation.id)

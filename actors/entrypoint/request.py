@@ -144,6 +144,7 @@ class Request:
             images=self.embeddings(),
             exact=self.submit.exact,
             prefix=self.plan.prefix if self.plan else None,
+            branches=self.submit.branches,
         )
 
     def shortened(self, said: HitShortened) -> None:

@@ -154,9 +154,9 @@ class Prefill(Actor):
                 del self._pulling[dispatch.request_id]
 
     def _queue(self, dispatch: Dispatch, prompt: bytes, rows: list[bytes], envelope: Envelope) -> Dispatched:
-        info = self._engine.info
+        info, branches = self._engine.info, dispatch.branches if self.keeper.is_of_use() else []
         try:
-            job = Job.of(dispatch, prompt, rows, space=info.space, block_bytes=info.block_bytes)
+            job = Job.of(dispatch, prompt, rows, space=info.space, block_bytes=info.block_bytes, branches=branches)
         except ValueError as error:
             raise fail(Code.INTERNAL, str(error)) from None
         known = self._job(dispatch.request_id)
@@ -267,11 +267,10 @@ class Prefill(Actor):
             if not job.is_cancelled and (job.num_left or await self._finish(job)):
                 jobs.append(job)
         for job in jobs:  # now that all who are ready are on their way
-            if job.keeping is not None:
-                await self.keeper.keep_blocks(self._engine, job.id, job.keeping, job.num_done)
+            if (keeping := job.keeping) is not None:
+                await self.keeper.keep_blocks(self._engine, job.id, keeping, job.num_done)
+                await self.keeper.keep_windows(self._engine, job.id, keeping, keeping.windows(job.num_done))
             if job.num_left == 0:
-                if job.keeping is not None:
-                    await self.keeper.keep_windows(self._engine, job.id, job.keeping)
                 self.keeper.forget(job.id)
                 self._engine.free(job.id)
 

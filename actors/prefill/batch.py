@@ -51,9 +51,17 @@ class Job:
 
     @classmethod
     def of(
-        cls, dispatch: Dispatch, prompt: bytes, rows: Sequence[bytes], *, space: str = "", block_bytes: int = 0
+        cls,
+        dispatch: Dispatch,
+        prompt: bytes,
+        rows: Sequence[bytes],
+        *,
+        space: str = "",
+        block_bytes: int = 0,
+        branches: Sequence[int] = (),
     ) -> Job:
         """From what was pulled for it: the prompt, and the rows of each image. Blocks of another `space` are of no use.
+        `branches`: see `Keeping`.
 
         Raises ValueError if that is not what was announced.
         """
@@ -74,7 +82,7 @@ class Job:
             check(prefix, len(tokens))
             job.restored = plan(prefix, len(tokens))
             if prefix.space == space:
-                job.keeping = Keeping(prefix, tokens, block_bytes)
+                job.keeping = Keeping(prefix, tokens, block_bytes, branches)
                 if job.restored.hit.num_blocks and not dispatch.exact:
                     job.loading = Loading.WAITING
                     snapshots = [snapshot.handle.size_bytes for _, snapshot in prefix.snapshots]
@@ -88,6 +96,11 @@ class Job:
     @property
     def num_left(self) -> int:
         return len(self.tokens) - (self.num_done if self.is_admitted else self.restored.hit.start)
+
+    @property
+    def num_at_once(self) -> int:
+        """How many of its tokens left to compute in its next step, if there is room."""
+        return self.num_left if self.keeping is None else self.keeping.cut(self.num_done, self.num_left)
 
     def settle(self, restored: Restored, reason: str, fetched: Fetched | None = None) -> HitShortened | None:
         """It has turned out what is restored, after what was `fetched`. The entrypoint is to be told if it is less."""
@@ -141,8 +154,8 @@ def is_meant(cancel: Cancel, dispatch: Dispatch) -> bool:
 
 
 class Batch:
-    """The queue and the running set of one replica. Its order is the order of arrival; nothing overtakes, except what
-    is loading."""
+    """The queue and the running set of one replica. Its order is the order of arrival; nothing overtakes what can
+    be computed: not what is loading, nor what is cut, which waits for its next step."""
 
     def __init__(self) -> None:
         self._jobs: dict[str, Job] = {}
@@ -203,7 +216,8 @@ class Batch:
         return admitted, hopeless
 
     def next_step(self, max_tokens: int) -> list[tuple[Job, Chunk]]:
-        """The chunks of one step, at most `max_tokens` together; only the last may be cut, at the grain.
+        """The chunks of one step, at most `max_tokens` together. Cut, at the grain, are the last when there is no more
+        room, and those at whose end windows are wanted: in the room behind these others get their turn.
 
         The first job always gets something, so there is progress whatever the budget.
         """
@@ -212,17 +226,17 @@ class Batch:
         for job in self._jobs.values():
             if not job.is_admitted or job.num_left == 0:
                 continue
-            num_tokens = job.num_left
-            if num_tokens > room:
+            num_tokens = wanted = job.num_at_once
+            if wanted > room:
                 end = (job.num_done + room) // CHUNK_GRAIN * CHUNK_GRAIN
                 num_tokens = end - job.num_done
                 if num_tokens <= 0:
                     if step:
                         break
-                    num_tokens = min(job.num_left, CHUNK_GRAIN)
+                    num_tokens = min(wanted, CHUNK_GRAIN)
             step.append((job, Chunk(job.id, job.tokens[job.num_done : job.num_done + num_tokens])))
             room -= num_tokens
-            if room <= 0 or num_tokens < job.num_left:
+            if room <= 0 or num_tokens < wanted:
                 break
         return step
 

@@ -55,6 +55,7 @@ class Prepared:
     ignored: list[str]
     images: list[Image]
     exact: bool
+    branches: list[int]
     request: Any
     echo: Any = None
     namespaces: Any = None
@@ -72,6 +73,7 @@ class Prepared:
             images=self.images,
             exact=self.exact,
             cache=cache,
+            branches=self.branches,
         )
 
     def attributes(self) -> dict[str, str | int | float | bool]:
@@ -111,6 +113,7 @@ class Converter:
             responses_web_search=library.WebSearchBehavior.Reject,
         )
         self._options = options.with_model_versions_by_name(names).with_special_tokens(special)
+        self._user_token = self._id_of(special, library.SpecialToken.User)
 
     def _special_tokens(self) -> Any:
         """The library's spellings, but the image token as this tokenizer spells it: its id is what counts."""
@@ -122,6 +125,12 @@ class Converter:
             path = self.card.tokenizer_path
             raise CardError(f"{path}: image_token_id {self.card.image_token} of config.json is no added token here")
         return library.SpecialTokens(image=image)
+
+    def _id_of(self, special: Any, token: Any) -> int:
+        ids = self.tokenizer.encode(special.token(token))
+        if len(ids) != 1:
+            raise CardError(f"{self.card.tokenizer_path}: {special.token(token)} is {len(ids)} tokens here, not one")
+        return int(ids[0])
 
     def read(self, protocol: Protocol, body: bytes) -> Draft:
         """Parse, check, convert and encode. Raises Refusal."""
@@ -155,6 +164,7 @@ class Converter:
             ignored=normal.ignored,
             images=images,
             exact=normal.exact,
+            branches=branches(prompt, self._user_token),
             request=request,
             echo=draft.echo,
             namespaces=draft.namespaces,
@@ -230,6 +240,13 @@ class Converter:
                     f"bytes, which is at least {least} tokens. Please shorten it.",
                 )
         return list(self._encoding.encode(request.conversation))
+
+
+def branches(prompt: npt.NDArray[np.uint32], user_token: int) -> list[int]:
+    """How many tokens come before the text of the first and of the last user message (`Submit.branches`): others have
+    the same system prompt, tools and examples, and ask something else. Text never encodes to `user_token`."""
+    positions = np.flatnonzero(prompt == user_token)
+    return sorted({int(positions[0]) + 1, int(positions[-1]) + 1}) if len(positions) else []
 
 
 @functools.lru_cache(maxsize=1)

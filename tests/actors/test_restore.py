@@ -14,7 +14,7 @@ from actors.prefill.batch import Batch, Job, Loading
 from actors.prefill.keeping import Keeping
 from actors.prefill.restore import NOTHING, Block, Fetched, Restored, Windows, check, open_slots, plan
 from actors.rules.chain import chain, root
-from actors.rules.hit import Hit
+from actors.rules.hit import Hit, hit
 from actors.rules.location import Location
 from actors.rules.slab import Slab, pack_slot
 from kernels.engine import Tokens
@@ -135,20 +135,96 @@ def test_each_block_that_is_missing_is_stored_once(
         if number >= len(flags) or number in bad or (flags[number] and not restored.approximate)
     ]
     assert stored == expected
-    ends = keeping.windows()
+    ends = keeping.windows(len(tokens))
     assert all(end == 128 * number and restored.hit.start < end <= len(tokens) for number, end in ends)
 
 
 def test_windows_are_kept_where_the_next_prompt_looks_for_them() -> None:
     tokens = np.arange(700, dtype="<u4")
-    assert Keeping(prefix_of(tokens, 0, 0, []), tokens).windows() == [(5, 640), (4, 512)]
+    cold = Keeping(prefix_of(tokens, 0, 0, []), tokens)
+    assert cold.windows(512) == [] and cold.windows(700) == [(5, 640), (4, 512)]
+    assert cold.windows(700) == []
     warm = Keeping(prefix_of(tokens, 4, 4, [4]), tokens)
     warm.settle(Restored(Hit(4, 512)))
-    assert warm.windows() == [(5, 640)]  # those it went on from are another's
+    assert warm.windows(700) == [(5, 640)]  # those it went on from are another's
     warm.settle(NOTHING)
-    assert warm.windows() == [(5, 640), (4, 512)]
-    assert Keeping(prefix_of(tokens[:130], 0, 0, []), tokens[:130]).windows() == [(1, 128)]
-    assert Keeping(prefix_of(tokens[:127], 0, 0, []), tokens[:127]).windows() == []
+    assert warm.windows(700) == [(5, 640), (4, 512)]
+    assert Keeping(prefix_of(tokens[:130], 0, 0, []), tokens[:130]).windows(130) == [(1, 128)]
+    assert Keeping(prefix_of(tokens[:127], 0, 0, []), tokens[:127]).windows(127) == []
+
+
+def cut_at(branches: list[int], start: int = 0, num_tokens: int = 2000) -> list[int]:
+    """Where the chunks of a prompt end that is computed from `start`, in as few as may be."""
+    tokens = np.arange(num_tokens, dtype="<u4")
+    keeping = Keeping(prefix_of(tokens, start // 128, start // 128, []), tokens, branches=branches)
+    keeping.settle(Restored(Hit(start // 128, start)))
+    ends = [start]
+    while ends[-1] < num_tokens:
+        ends.append(ends[-1] + keeping.cut(ends[-1], num_tokens - ends[-1]))
+    return ends[1:-1]
+
+
+@pytest.mark.parametrize(
+    ("branches", "start", "num_tokens", "cuts"),
+    [
+        ([], 0, 2000, []),
+        ([2], 0, 2000, []),  # no system prompt
+        ([127], 0, 2000, []),
+        ([128], 0, 2000, [128]),
+        ([400], 0, 2000, [384]),
+        ([400], 0, 511, []),  # the end is as good
+        ([400], 0, 512, [384]),  # but a block later a short question would not find the windows it looks for
+        ([400], 128, 2000, [384]),
+        ([400], 256, 2000, []),  # these windows are there
+        ([400], 384, 2000, []),
+        ([400], 1024, 2000, []),
+        ([128], 0, 383, []),
+        ([2, 1000], 0, 2000, [896]),
+        ([400, 1000], 0, 2000, [384, 896]),
+        ([400, 1000], 384, 2000, [896]),  # the same system prompt, other examples
+        ([400, 1000], 512, 2000, []),  # the next turn of what is known
+        ([400, 500], 0, 2000, [384]),  # of one block
+        ([400, 600], 0, 2000, [384]),  # windows behind the third serve those who branch off in the fifth block
+        ([400, 700], 0, 2000, [384, 640]),
+        ([400, 1990], 0, 2000, [384]),
+        ([-5, 1 << 40], 0, 2000, []),
+    ],
+)
+def test_a_chunk_ends_where_others_branch_off_unless_they_find_windows_anyway(
+    branches: list[int], start: int, num_tokens: int, cuts: list[int]
+) -> None:
+    assert cut_at(branches, start, num_tokens) == cuts
+
+
+@given(prefixes(), st.lists(st.integers(0, 1600), max_size=2).map(sorted), st.integers(1, 700))
+def test_whoever_branches_off_finds_windows(
+    known: tuple[CachedPrefix, Tokens], branches: list[int], max_tokens: int
+) -> None:
+    """However a cold prompt is computed: whole, in order, no more steps than one for each branch; and then another with
+    its first tokens, however long it is, replays nothing."""
+    _, tokens = known
+    if not len(tokens):
+        return
+    prefix = prefix_of(tokens, 0, 0, [])
+    job = Job(dispatch("a", len(tokens)), tokens, is_admitted=True)
+    job.keeping = keeping = Keeping(prefix, tokens, branches=branches)
+    batch, steps, kept = Batch(), list[list[int]](), set[int]()
+    batch.add(job)
+    while step := batch.next_step(max_tokens):
+        ((_, chunk),) = step
+        steps.append(chunk.tokens.tolist())
+        job.num_done += len(chunk.tokens)
+        found = keeping.windows(job.num_done)
+        assert all(job.num_done // 128 - 1 <= number <= job.num_done // 128 for number, _ in found)
+        assert not kept & {number for number, _ in found}
+        kept |= {number for number, _ in found}
+    assert sum(steps, []) == tokens.tolist()
+    plain = max(1, max_tokens // 128) * 128
+    assert len(steps) <= -(-len(tokens) // plain) + len(branches)
+    for branch in branches:
+        num_shared = min(branch, len(tokens)) // 128
+        for num_tokens in range(num_shared * 128 + 1, num_shared * 128 + 400, 77):
+            assert hit(num_shared, num_tokens, kept).num_replayed == 0
 
 
 def test_slots_are_checked_against_the_layout_and_the_size_that_the_engine_has() -> None:

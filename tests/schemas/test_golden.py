@@ -278,6 +278,29 @@ MESSAGES: list[Message] = [
     TokensUsed(tenant="t", request_id="r", num_output_tokens=7),
     DescribeSpace(),
     SpaceDescribed(space="s"),
+    Submit(
+        request_id="r",
+        recipe="c",
+        tenant="t",
+        prompt=Payload(inline=b"\x01\x00\x00\x00"),
+        num_prompt_tokens=1,
+        sampling=SAMPLING,
+        limits=LIMITS,
+        cache="acme",
+        branches=[1, 70000],
+    ),
+    Dispatch(
+        request_id="r",
+        entrypoint="e",
+        epoch=1,
+        reservation=2,
+        balancer="b",
+        prompt=Payload(handle=HANDLE),
+        num_prompt_tokens=9,
+        sampling=SAMPLING,
+        limits=LIMITS,
+        branches=[1, 70000],
+    ),
 ]
 
 GOLDEN = [line.split() for line in Path(__file__).with_name("golden.txt").read_text().splitlines()]
