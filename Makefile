@@ -28,11 +28,12 @@ check: $(STAMP) ## ruff and mypy strict
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 
-bench: $(STAMP) ## the benchmarks, one table each
+bench: $(STAMP) ## the benchmarks that need no running system, one table each
 	@$(BIN)/shoal bench bus
 	@$(BIN)/shoal bench frontend
 	@$(BIN)/shoal bench engine
 	@$(BIN)/shoal bench kv
+	@echo 'What a second turn costs: $(BIN)/shoal bench turns, while a system runs (make up)'
 
 clean: ## remove the environment and all state
 	rm -rf $(VENV) .shoal
