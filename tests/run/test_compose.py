@@ -63,3 +63,10 @@ def test_the_brokers_file_is_valid_and_has_the_rules_of_our_own(tmp_path: Path) 
     environment = {**os.environ, "SHOAL_NATS_PASSWORD": "internal", "SHOAL_CLIENT_PASSWORD": "client"}
     done = subprocess.run([find_server(), "-t", "-c", NATS_CONF], env=environment, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_every_variable_of_the_brokers_file_is_handed_to_it() -> None:
+    lines = [line for line in NATS_CONF.read_text().splitlines() if not line.strip().startswith("#")]
+    named = {name for line in lines for name in re.findall(r"\$([A-Z][A-Z_]+)", line)} - {"SRV"}  # a subject
+    handed = set(re.findall(r"^      ([A-Z_]+): ", services()["nats"], flags=re.MULTILINE))
+    assert named == handed and len(named) == 2
