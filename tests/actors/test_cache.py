@@ -163,3 +163,41 @@ def test_all_blocks_are_there_once() -> None:
         assert sum(shard.load().detail["blocks"] for shard in system.of(Metadata)) == stored
 
     in_system(work)
+
+
+SHARED = prompt(900, 77)
+"""A system prompt: seven blocks and a bit."""
+
+
+@pytest.mark.parametrize("num_tokens", [905, 1023, 1024, 1030, 1151, 1152, 1500])
+def test_another_question_behind_the_same_beginning_is_exact(num_tokens: int) -> None:
+    async def work(system: Cached) -> None:
+        await system.run(ask("r1", prompt(2000, 1, after=SHARED), branches=[900]))
+        await system.settle()
+        other = prompt(num_tokens, 2, after=SHARED)
+        before = system.total("computed_tokens")
+        warm = await system.run(ask("r2", other, branches=[900]))
+        usable = min(900 // 128, num_tokens // 128 - 1)
+        assert system.listener.cached["r2"] == usable * 128 >= 6 * 128
+        assert system.total("computed_tokens") - before == num_tokens - usable * 128
+        assert system.total("replayed_tokens") == 0
+        request = system.entrypoint.shard.get("r2")
+        assert request is not None and not request.is_approximate
+        async with cached() as fresh:
+            assert await fresh.run(ask("r2", other)) == warm
+
+    in_system(work)
+
+
+def test_examples_that_many_prompts_share_are_exact_too() -> None:
+    async def work(system: Cached) -> None:
+        examples = prompt(1500, 3, after=SHARED)
+        for number, shared in enumerate([SHARED, examples]):  # the system prompt alone, then with examples
+            branches = [900, 1500][: number + 1]
+            await system.run(ask(f"r{number}", prompt(2000, 4, after=shared), branches=branches))
+            await system.settle()
+        await system.run(ask("r2", prompt(2000, 5, after=examples), branches=[900, 1500]))
+        assert system.listener.cached["r1"] == 7 * 128 and system.listener.cached["r2"] == 11 * 128
+        assert system.total("replayed_tokens") == 0
+
+    in_system(work)

@@ -16,7 +16,8 @@ from actors.recipe.converter import Converter, load_converter
 from actors.recipe.fields import Refusal
 from actors.recipe.protocol import request_id_of, response_id
 from actors.rules.errors import error_body, status
-from schemas.api import Protocol
+from schemas.api import Call, Protocol
+from schemas.bulk import Payload
 from schemas.failure import Code, Failure
 from tests.actors.bodies import CHAT, GENERATING, ID, MESSAGES, RESPONSES, body, prepare, prepared
 from tests.actors.edge import CONTEXT_TOKENS, IMAGE_TOKEN, make_card
@@ -40,6 +41,65 @@ def test_the_prompt_is_u32_little_endian(converter: Converter) -> None:
         "<｜Assistant｜>",
         "</think>",
     ]
+
+
+SYSTEM = "You answer in one word. " * 20
+TOOL = {"name": "f", "description": "Does it.", "parameters": {"type": "object", "properties": {}}}
+HISTORY = [{"role": "user", "content": "One"}, {"role": "assistant", "content": "Two"}]
+SHARING: list[tuple[Protocol, str, dict[str, Any]]] = [
+    (CHAT, "messages", {"messages": [{"role": "system", "content": SYSTEM}]}),
+    (CHAT, "messages", {"messages": [{"role": "developer", "content": SYSTEM}]}),
+    (CHAT, "messages", {"messages": [], "tools": [{"type": "function", "function": TOOL}]}),
+    (CHAT, "messages", {"messages": [{"role": "system", "content": SYSTEM}, *HISTORY]}),
+    (RESPONSES, "input", {"instructions": SYSTEM, "input": []}),
+    (RESPONSES, "input", {"input": [{"role": "developer", "content": SYSTEM}]}),
+    (RESPONSES, "input", {"input": [], "tools": [{"type": "function", **TOOL}]}),
+    (MESSAGES, "messages", {"system": SYSTEM, "messages": [], "max_tokens": 5}),
+    (MESSAGES, "messages", {"system": [{"type": "text", "text": SYSTEM}], "messages": HISTORY, "max_tokens": 5}),
+    (
+        MESSAGES,
+        "messages",
+        {"messages": [], "max_tokens": 5, "tools": [{"name": "f", "input_schema": TOOL["parameters"]}]},
+    ),
+]
+
+
+@pytest.mark.parametrize(("protocol", "field", "fields"), SHARING)
+def test_where_others_branch_off(
+    converter: Converter, protocol: Protocol, field: str, fields: dict[str, Any]
+) -> None:
+    """Two prompts that differ in their question share so much, and it ends where the first question begins."""
+
+    def ask(text: str) -> tuple[list[int], list[int]]:
+        asked = {**fields, field: [*fields[field], {"role": "user", "content": text}]}
+        made = prepared(converter, protocol, json.dumps({"model": "tiny", **asked}).encode())
+        assert made.submit(Call(1, "g", protocol, Payload()), "rc", Payload(), "").branches == made.branches
+        return np.frombuffer(made.prompt, dtype="<u4").tolist(), made.branches
+
+    (first, branches), (second, others) = ask("Why?"), ask("<｜User｜>Because of what?")
+    shared = next(i for i in range(len(first)) if first[i] != second[i])
+    assert branches == others and branches[-1] == shared
+    user = converter.tokenizer.encode("<｜User｜>")
+    assert [first[end - 1] for end in branches] == user * len(branches)
+    assert len(branches) == first.count(user[0]) == 1 + any("One" in str(value) for value in fields.values())
+    assert branches[0] > 50
+
+
+def test_without_a_system_prompt_others_branch_off_at_the_start_and_at_the_last_question(converter: Converter) -> None:
+    assert prepare(converter, CHAT).branches == [2]
+    turns = [*HISTORY, *HISTORY, *HISTORY[:1]]
+    made = prepared(converter, CHAT, json.dumps({"model": "tiny", "messages": turns}).encode())
+    (user,) = converter.tokenizer.encode("<｜User｜>")
+    first, _, last = np.flatnonzero(np.frombuffer(made.prompt, dtype="<u4") == user) + 1
+    assert made.branches == [first, last] == [2, last]
+
+
+def test_a_tokenizer_without_control_tokens_is_refused(tmp_path: Path) -> None:
+    card = make_card(tmp_path)
+    text = card.tokenizer_path.read_text()
+    card.tokenizer_path.write_text(text.replace("<｜User｜>", "<｜Loser｜>"))
+    with pytest.raises(CardError, match="User"):
+        Converter(card)
 
 
 SPELLINGS = ["<｜User｜>", "<｜Assistant｜>", "<｜System｜>", "<think>", "</think>", "｜DSML｜", "<｜image｜>"]

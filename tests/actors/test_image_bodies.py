@@ -313,6 +313,15 @@ def test_any_block_is_taken_or_refused(eyes: Converter, some: list[Any], protoco
     assert list(draft.tokens).count(IMAGE_TOKEN) == len(draft.images)
 
 
+def test_others_branch_off_behind_the_rows_of_earlier_images(eyes: Converter) -> None:
+    (user,) = eyes.tokenizer.encode("<｜User｜>")
+    body = body_of(CHAT, "look", RED)
+    body["messages"] += [{"role": "assistant", "content": "Red."}, {"role": "user", "content": "Sure?"}]
+    made = eyes.finish(read(eyes, CHAT, body), [resolved(50)], 7)
+    assert made.branches == [i + 1 for i, id in enumerate(tokens_of(made)) if id == user]
+    assert made.branches[1] > 52
+
+
 # exact
 
 

@@ -7,8 +7,10 @@ import pytest
 from msgspec import structs
 
 from actors.prefill.batch import CHUNK_GRAIN, Batch, Job
+from actors.prefill.keeping import Keeping
 from kernels.engine import Admission, Sampling
 from kernels.timed import TimedEngine
+from schemas.cache import CachedPrefix
 from tests.actors.builders import dispatch
 from tests.actors.core import VOCABULARY, info
 
@@ -44,6 +46,22 @@ class TestBatch:
         batch = Batch()
         batch.add(job("a", 1000))
         assert sizes(batch, 5) == [("a", CHUNK_GRAIN)]
+
+    def test_beside_a_prompt_that_is_cut_for_its_windows_others_get_their_turn(self) -> None:
+        batch = Batch()
+        for id, num_tokens in (("a", 1000), ("b", 1000), ("c", 100)):
+            batch.add(job(id, num_tokens))
+            keys = bytes(num_tokens // 128 * 16)
+            chosen = batch.get(id)
+            assert chosen is not None
+            chosen.keeping = Keeping(CachedPrefix(space="", root=bytes(16), keys=keys), chosen.tokens, branches=[300])
+        assert sizes(batch, 4096) == [("a", 256), ("b", 256), ("c", 100)]
+        assert sizes(batch, 400) == [("a", 256), ("b", 128)]
+        assert sizes(batch, 200) == [("a", 128)]
+        first = batch.get("a")
+        assert first is not None
+        first.num_done = 256
+        assert sizes(batch, 4096) == [("a", 744), ("b", 256), ("c", 100)]
 
     def test_waiting_jobs_are_not_computed(self) -> None:
         batch = Batch()

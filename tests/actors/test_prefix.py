@@ -29,8 +29,8 @@ FIRST, SECOND = tokens(blocks(4) + 50), tokens(blocks(6) + 7)
 class Counting(TimedEngine):
     """Notes which calls were made, and what each prefill step was given."""
 
-    def __init__(self, num_slots: int = 4) -> None:
-        super().__init__(info(max_tokens=4096, space=SPACE, num_slots=num_slots), VOCABULARY, SLOW)
+    def __init__(self, **fields: int) -> None:
+        super().__init__(info(max_tokens=4096, space=SPACE, **fields), VOCABULARY, SLOW)
         self.calls: list[str] = []
         self.steps: list[list[str]] = []
 
@@ -213,6 +213,51 @@ def test_few_engine_calls_and_the_state_leaves_before_anything_is_kept() -> None
             engine.calls.clear()
             await system.finish("r4", other, system.cached(other))
             assert engine.calls == ["prefill", "export", "free"]  # nobody stores: nothing is read
+
+    run_virtual(main())
+
+
+def test_the_windows_where_others_branch_off_cost_one_step_once_and_only_if_they_can_be_found() -> None:
+    async def main() -> None:
+        shared = tokens(blocks(5) + 9)
+        prompts = [np.concatenate([shared, tokens(blocks(4), seed=seed)]) for seed in range(1, 5)]
+        expected = await cold(prompts)
+        engine = Counting(max_step_tokens=4096)
+
+        async with stand(engine) as system:
+            branches = [len(shared)]
+
+            async def steps(number: int) -> int:
+                engine.steps.clear()
+                prefix = system.cached(prompts[number])
+                state = await system.finish(f"r{number}", prompts[number], prefix, branches=branches)
+                assert state == expected[number]
+                return len(engine.steps)
+
+            assert await steps(0) == 2
+            ends = chain(root(SPACE), prompts[0])
+            assert list(system.directory.snapshots) == [ends[4], ends[3], ends[8], ends[7]]
+            assert await steps(1) == 1
+            assert system.detail("restored_tokens") == blocks(5) and system.detail("replayed_tokens") == 0
+            branches = []
+            assert await steps(2) == 1
+            branches = [len(shared)]
+            for key in list(system.shelf.locations):
+                del system.shelf.locations[key]
+            system.prefill.keeper._store._owners.forget("w0")
+            assert await steps(3) == 1  # nobody stores blocks
+
+    run_virtual(main())
+
+
+def test_a_prompt_that_is_cut_leaves_as_soon_as_it_would_and_its_windows_are_kept_behind_that() -> None:
+    async def main() -> None:
+        engine = Counting(max_step_tokens=4096)
+        async with stand(engine) as system:
+            prompt = tokens(blocks(6) + 5)
+            engine.calls.clear()
+            await system.finish("r1", prompt, system.cached(prompt), branches=[blocks(6) + 1])
+            assert engine.calls == ["prefill", "export", "blocks 0 6", "windows", "windows", "free"]
 
     run_virtual(main())
 

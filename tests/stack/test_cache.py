@@ -166,6 +166,31 @@ def test_a_stream_says_it_too(stack: System, ai: openai.OpenAI, sampling: dict[s
     assert warm == cold and none < BLOCK <= 2 * BLOCK <= hit
 
 
+def test_another_question_behind_the_same_system_prompt_is_answered_as_if_it_were_the_first(
+    stack: System, ai: openai.OpenAI, own_stack: System
+) -> None:
+    questions = ["And you?", long_text(91, 60), long_text(92, 20), "Why? " * 40]
+
+    def ask(ai: openai.OpenAI, number: int, question: str) -> Any:
+        system = {"role": "system", "content": long_text(95 + number)}
+        return chat(ai, [system, {"role": "user", "content": question}])
+
+    with openai.OpenAI(base_url=f"{own_stack.http}/v1", api_key="none", max_retries=0) as other:
+        cold = [ask(other, number, question) for number, question in enumerate(questions)]
+    for number in range(len(questions)):
+        assert cached_tokens(ask(ai, number, long_text(93, 100))) == 0
+    before = settled(stack)
+    warm = [ask(ai, number, question) for number, question in enumerate(questions)]
+    after = totals(stack)
+    assert [answer.choices[0].message.content for answer in warm] == [a.choices[0].message.content for a in cold]
+    hits = [cached_tokens(answer) for answer in warm]
+    assert all(hit >= 2 * BLOCK for hit in hits) and not any(map(cached_tokens, cold))
+    assert after["prefill computed_tokens"] - before["prefill computed_tokens"] == sum(
+        answer.usage.prompt_tokens - hit for answer, hit in zip(warm, hits, strict=True)
+    )
+    assert after["prefill replayed_tokens"] == before["prefill replayed_tokens"]
+
+
 CLUSTER = """
 [[process]]
 name = "decode"
