@@ -253,6 +253,8 @@ class NatsWire:
         done, _ = await asyncio.wait({closing}, timeout=CLOSE_TIMEOUT_S)
         if not done:
             log.warning("the connection did not close within %g s", CLOSE_TIMEOUT_S)
+        elif closing.cancelled():  # by nats-py itself, when the connection breaks meanwhile
+            log.info("the connection ended while it was being closed")
         elif (error := closing.exception()) is not None:
             log.info("closing the connection: %r", error)
 

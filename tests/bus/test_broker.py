@@ -149,6 +149,26 @@ def test_closing_without_a_server_is_quick_and_quiet(
     run_async(main())
 
 
+def test_a_close_that_its_own_connection_cuts_short_is_a_close(
+    run_async: Run, nats_server: ServerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """nats-py cancels itself when the connection breaks while it closes."""
+
+    async def main() -> None:
+        wire = await internal(nats_server)
+        close = wire._client.close
+
+        async def cut_short() -> None:
+            await close()
+            raise asyncio.CancelledError
+
+        monkeypatch.setattr(wire._client, "close", cut_short)
+        await wire.close()
+        assert wire._client.is_closed
+
+    run_async(main())
+
+
 def test_a_connection_the_server_ends_for_good_is_reported(run_async: Run, nats_server: ServerConfig) -> None:
     async def main() -> None:
         wire = await internal(nats_server)
