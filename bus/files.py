@@ -7,7 +7,7 @@ import errno
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -54,8 +54,9 @@ class Files(Protocol):
         """The bytes of these (offset, size) in one go; less of what reaches beyond the end."""
         ...
 
-    async def write(self, name: str, parts: Sequence[tuple[int, Buffer]]) -> None:
+    async def write(self, name: str, parts: Iterable[tuple[int, Buffer]]) -> None:
         """Write these (offset, bytes) within the file; done when readers see them. The last part is written last.
+        `parts` is gone through beside the loop: what takes long to make may be made there.
 
         Raises FileNotFoundError when nobody could find the file any more, whoever still has it open. Cancelled, it may
         be written all the same.
@@ -99,9 +100,9 @@ class PosixFiles:
         """See `Files.read`."""
         return await self._beside(lambda: self._read(name, spans))
 
-    async def write(self, name: str, parts: Sequence[tuple[int, Buffer]]) -> None:
+    async def write(self, name: str, parts: Iterable[tuple[int, Buffer]]) -> None:
         """See `Files.write`."""
-        await self._beside(lambda: self._write(name, parts))
+        await self._beside(lambda: self._write(name, list(parts)))
 
     async def rename(self, name: str, new_name: str) -> None:
         """See `Files.rename`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, TypeVar
 
 from bus.files import Buffer, FileInfo
@@ -99,8 +99,9 @@ class MemoryFiles:
         data = memoryview(self._find(name))
         return [bytes(data[offset : offset + size]) for offset, size in spans]
 
-    async def write(self, name: str, parts: Sequence[tuple[int, Buffer]]) -> None:
+    async def write(self, name: str, parts: Iterable[tuple[int, Buffer]]) -> None:
         """See `Files.write`."""
+        parts = list(parts)
         num_bytes = sum(len(part) for _, part in parts)
         file = self._find(name)
         if not self._is_cut:

@@ -92,6 +92,8 @@ class BlockTable:
         """Of each array, the numbers of the keys that are there, and their places."""
         left = np.arange(len(keys))
         for array in reversed(self._arrays):
+            if not len(left):
+                return
             at = array.places(keys[left])
             there = at >= 0
             yield array, left[there], at[there]

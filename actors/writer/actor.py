@@ -135,14 +135,16 @@ class Writer(Actor):
             raise fail(Code.OVERLOADED, f"writer {self.id} has {self._work_bytes} bytes in work")
         self._num_stores += 1
         self._work_bytes += size_bytes
-        self.spawn(self._store(message, keys, parents, envelope))
+        self.spawn(self._store(message, keys, parents, np.flatnonzero(wanted).tolist(), envelope))
         return None
 
-    async def _store(self, message: StoreBlocks, keys: Keys, parents: Keys, envelope: Envelope) -> None:
+    async def _store(
+        self, message: StoreBlocks, keys: Keys, parents: Keys, numbers: Sequence[int], envelope: Envelope
+    ) -> None:
         try:
             data = memoryview(await self._bulk.unwrap(message.payloads, timeout_s=PULL_S))
             try:
-                num_new = await self._write(message, keys, parents, data)
+                num_new = await self._write(message, keys, parents, numbers, data)
             finally:
                 await self._publish()
             await envelope.answer(BlocksWritten(num_new=num_new))
@@ -155,12 +157,11 @@ class Writer(Actor):
             self._num_stores -= 1
             self._work_bytes -= message.payloads.size_bytes
 
-    async def _write(self, message: StoreBlocks, keys: Keys, parents: Keys, data: memoryview) -> int:
-        """Have in slots what is not there yet; how many blocks that were."""
+    async def _write(
+        self, message: StoreBlocks, keys: Keys, parents: Keys, numbers: Sequence[int], data: memoryview
+    ) -> int:
+        """Have blocks of these numbers in slots; how many were not there yet."""
         size = len(data) // len(keys)
-        numbers = np.flatnonzero(self.slots.wanted(keys, approximate=message.approximate)).tolist()
-        if not numbers:
-            return 0
         places = await self._take((size, layout_of(message.space)), len(numbers))
         blocks = [
             Block(keys[number].tobytes(), parents[number].tobytes(), data[number * size : (number + 1) * size])

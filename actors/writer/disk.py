@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -203,16 +203,16 @@ class Disk:
         """Until all payloads are there, the headers say that nothing is."""
         slab = held.slab
 
-        def pack() -> list[tuple[int, Buffer]]:
-            payloads: list[tuple[int, Buffer]] = []
+        def pack() -> Iterator[tuple[int, Buffer]]:
             headers: list[tuple[int, Buffer]] = []
             for (_, slot), (key, parent, payload) in zip(places, blocks, strict=True):
                 start = slab.offset(slot)
-                payloads += [(start, FREE), (start + HEADER_BYTES, payload)]
                 headers.append((start, pack_header(slab, key, parent, payload, approximate=approximate)))
-            return payloads + headers
+                yield start, FREE
+                yield start + HEADER_BYTES, payload
+            yield from headers
 
-        await self.files.write(held.name, await self._run_beside(pack))
+        await self.files.write(held.name, pack())
 
     async def _scan(self, name: str, size_bytes: int) -> tuple[Slab, Sequence[tuple[int, SlotHeader]]]:
         """Which slots have what blocks, as far as their headers can tell."""

@@ -8,7 +8,7 @@ import os
 import shutil
 import stat
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -286,6 +286,22 @@ class TestPosixFiles:
             await files.close()
 
         run_async(main())
+
+    def test_what_is_written_is_made_beside_the_loop(self, run_async: Run, tmp_path: Path) -> None:
+        def parts() -> Iterator[tuple[int, bytes]]:
+            made_on.append(threading.current_thread())
+            yield 0, b"data"
+
+        async def main() -> None:
+            files = PosixFiles(tmp_path)
+            await files.create(NAME, 4)
+            await files.write(NAME, parts())
+            assert bytes((await files.read(NAME, [(0, 4)]))[0]) == b"data"
+            await files.close()
+
+        made_on: list[threading.Thread] = []
+        run_async(main())
+        assert made_on and made_on != [threading.current_thread()]
 
     def test_what_it_makes_is_its_users_alone(self, run_async: Run, tmp_path: Path) -> None:
         """Blocks are what people have written: a folder that was deleted is made again by a writer."""
