@@ -55,6 +55,7 @@ def file_name(slab: int, writer: str) -> str:
 
 
 def parse_name(name: str) -> tuple[int, str] | None:
-    """Number and writer of the slab whose file has this name; None if it is not one's."""
+    """Number and writer of the slab whose file has this name; None if it is not one's. A number of more than SLAB_BITS
+    is no slab's: the file only takes room."""
     match = _NAME.fullmatch(name)
-    return (int(match[1], 16), match[2]) if match and int(match[1], 16) < 1 << SLAB_BITS else None
+    return (int(match[1], 16), match[2]) if match else None

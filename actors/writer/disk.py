@@ -20,7 +20,7 @@ import numpy as np
 
 from actors.rules.keys import Keys
 from actors.rules.keys import keys as as_keys
-from actors.rules.location import file_name
+from actors.rules.location import SLAB_BITS, file_name
 from actors.rules.slab import FREE, HEADER_BYTES, Buffer, Slab, SlotError, SlotHeader, pack_header, read_slot
 from actors.rules.slab import scan_headers as scan
 from actors.writer.held import HeldSlab, Place
@@ -156,18 +156,19 @@ class Disk:
     async def take_over(self, number: int, size_bytes: int) -> None:
         """Become the writer of a file that has our name, under a higher epoch; what is no slab is removed."""
         name = file_name(number, self._slots.writer)
+        is_known = self._left.pop(number, None) is not None
         try:
             try:
-                slab, headers = await self._scan(name, size_bytes)
+                slab, headers = await self._scan(number, size_bytes)
             except SlotError as error:
-                log.warning("%s is removed, for it is no slab: %s", name, error)
                 await self.files.remove(name)
+                log.warning("%s is removed, for it is no slab: %s", name, error)
                 return
         except FileNotFoundError:
             log.warning("%s is gone", name)
             return
         except OSError as error:
-            log.warning("%s is left alone for now: %s", name, error)
+            log.log(logging.INFO if is_known else logging.WARNING, "%s is left alone for now: %s", name, error)
             self._left[number] = size_bytes
             return
         held = self._slots.add(number, slab, [slot for slot, _ in headers])
@@ -178,8 +179,7 @@ class Disk:
     async def retry(self) -> None:
         """What could not be done before: slots written free, files taken over or removed."""
         await self.free(self._slots.stuck())
-        left, self._left = self._left, {}
-        for number, size_bytes in left.items():
+        for number, size_bytes in list(self._left.items()):
             await self.take_over(number, size_bytes)
 
     async def forget_missing(self) -> None:
@@ -214,8 +214,11 @@ class Disk:
 
         await self.files.write(held.name, pack())
 
-    async def _scan(self, name: str, size_bytes: int) -> tuple[Slab, Sequence[tuple[int, SlotHeader]]]:
+    async def _scan(self, number: int, size_bytes: int) -> tuple[Slab, Sequence[tuple[int, SlotHeader]]]:
         """Which slots have what blocks, as far as their headers can tell."""
+        if number >> SLAB_BITS:
+            raise SlotError("magic", "its number is too large")
+        name = file_name(number, self._slots.writer)
         (data,) = await self.files.read(name, [(0, HEADER_BYTES)])
         before = Slab.unpack(data)
         slab = replace(before, epoch=before.epoch + 1)

@@ -29,6 +29,12 @@ def test_a_budget_counts_slabs_that_are_there_and_those_just_allowed() -> None:
     assert budget.may_add("w0", 400, files, ALLOWED_S + 1.0), "the other one never came"
 
 
+def test_a_file_with_a_number_that_no_slab_has_takes_room_all_the_same() -> None:
+    budget = Budget(1700)
+    budget.see({**FILES, "ffffffffff.w0.slab": 1000})
+    assert budget.num_bytes(0.0) == 1800 and budget.is_exceeded()
+
+
 def test_a_file_for_which_there_is_no_place_is_given_up() -> None:
     budget = Budget(1700)
     assert budget.may_add("w0", 400, FILES, 0.0)

@@ -14,6 +14,7 @@ from actors.rules.slab import HEADER_BYTES, Slab
 from actors.writer.actor import FULL_S
 from bus.blocks import BATCH_BLOCKS
 from bus.files import FileInfo
+from bus.memory_files import MemoryFiles
 from bus.subjects import ADOPT
 from run.virtual import run_virtual
 from schemas.cache import AdoptSlab
@@ -298,6 +299,46 @@ def test_a_disk_that_is_too_small_for_a_file_gets_a_smaller_one() -> None:
             assert front.readable(*range(3 * BATCH_BLOCKS)) == list(range(3 * BATCH_BLOCKS))
 
     run_virtual(main())
+
+
+def test_a_file_of_its_name_with_a_number_that_no_slab_has_is_removed_or_gets_another() -> None:
+    async def main() -> None:
+        async with desk(num_slots=4) as (front, _):
+            await front.store(0, 1)
+            files = front.world.folder.files
+            (name,) = files
+            files["8000000000.w0.slab"] = bytearray(files[name])
+            await front.restart()
+            assert list(files) == [name] and front.readable(0, 1) == [0, 1]
+            files["ffffffffff.gone.slab"] = files.pop(name)
+            await front.report_failed(0)
+            assert front.found == {}
+            await front.bus.ask(ADOPT.at("w0"), AdoptSlab(name="ffffffffff.gone.slab"), timeout_s=1)
+            assert front.readable(0, 1) == [0, 1]
+
+    run_virtual(main())
+
+
+def test_a_file_that_cannot_be_removed_is_warned_of_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(files: MemoryFiles, name: str) -> None:
+        raise PermissionError(errno.EPERM, "no", name)
+
+    async def main() -> None:
+        async with desk(num_slots=4) as (front, _):
+            await front.store(0)
+            front.world.folder.files["8000000000.w0.slab"] = bytearray(9)
+            await front.restart()
+            front.room.may_add = False
+            for _ in range(5):
+                await asyncio.sleep(5)
+                assert await front.refused(10, 11, 12, 13) == Code.OVERLOADED
+            assert len(front.room.asked) >= 5
+
+    monkeypatch.setattr(MemoryFiles, "remove", refuse)
+    run_virtual(main())
+    assert [record.levelname for record in caplog.records if "left alone" in record.message].count("WARNING") == 1
 
 
 @pytest.mark.parametrize("failing", ["adopt", "remove"])
