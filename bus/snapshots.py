@@ -6,6 +6,8 @@ import asyncio
 import logging
 from dataclasses import dataclass
 
+from msgspec import structs
+
 from bus.blocks import Owners
 from bus.bulk import Bulk
 from bus.bus import Bus, BusError
@@ -18,7 +20,10 @@ from schemas.routing import LoadReported
 log = logging.getLogger("shoal.bus")
 
 SNAPSHOT_S = 600.0
-"""How long one is kept."""
+"""How long one is kept that nobody uses."""
+
+FOREVER_S = 10 * 365 * 86400.0
+"""Of the offers: their own end comes sooner, but may be put off."""
 
 POOL_BYTES = 256 * 1024 * 1024
 """The memory that all of one actor's may take, where nothing else is said."""
@@ -38,12 +43,14 @@ class _Kept:
 
 
 class Snapshots:
-    """Those that one actor holds, one per block key, the oldest first to go; and how to get those of others.
+    """Those that one actor holds, one per block key, the first to go those unused for longest; and how to get those of
+    others.
 
         snapshots = Snapshots(bus, bulk, "decode/d0", Ring())      # Ring: actors/rules/ring.py
         await snapshots.on_load(report)                            # each LOAD of a metadata shard
         await snapshots.keep(key, windows, approximate=False)
         windows = await snapshots.pull(snapshot)                   # None: gone, or not what it is said to be
+        await snapshots.used(snapshot, windows)                    # so that others will find them, too
 
     The shard that owns a key is told when its snapshot is kept, and whenever another becomes the owner. That is a hint:
     what counts is whether the holder still has it, under the handle's generation. What is offered begins with its key
@@ -56,7 +63,7 @@ class Snapshots:
         self._holder = holder
         self._owners = owners
         self._max_bytes = max_bytes
-        self._pool: dict[bytes, _Kept] = {}  # the oldest first
+        self._pool: dict[bytes, _Kept] = {}  # in the order in which they go
         self.num_bytes = 0
         self.pulled_bytes = 0
 
@@ -80,9 +87,14 @@ class Snapshots:
     async def keep(self, key: bytes, data: bytes, *, approximate: bool) -> None:
         """Hold the windows at the end of block `key` for whoever pulls them, at most SNAPSHOT_S, and make it known.
 
-        Nothing happens when they are held already, for a while yet; when these are approximate and those held are not;
-        or when there is no room even without all others.
+        If they are held already, it is these that stay. Nothing happens when they have most of their time left; when
+        the new ones are approximate and they are not; or when there is no room even without all others.
         """
+        kept = self._pool.get(key)
+        if kept is not None and kept.snapshot.approximate == approximate:
+            if kept.timer.when() - asyncio.get_running_loop().time() < SNAPSHOT_S / 2:
+                await self._hold(kept.snapshot, kept.timer)
+            return
         if not self._is_wanted(key, approximate):
             return
         sealed = _head(key, approximate) + data
@@ -93,16 +105,20 @@ class Snapshots:
         while self.num_bytes + len(sealed) > self._max_bytes:
             self._drop(next(iter(self._pool)))
         try:
-            handle = self._bulk.offer(sealed, lease_s=SNAPSHOT_S, checksum=checksum, is_shared=True)
+            handle = self._bulk.offer(sealed, lease_s=FOREVER_S, checksum=checksum, is_shared=True)
         except BusError as error:
             log.info("%s keeps no snapshot: %s", self._holder, error)
             return
-        expires_ns = self._bus.seams.clock_ns() + int(SNAPSHOT_S * 1e9)
-        snapshot = Snapshot(key=key, holder=self._holder, handle=handle, expires_ns=expires_ns, approximate=approximate)
-        timer = asyncio.get_running_loop().call_later(SNAPSHOT_S, self._drop, key)
-        self._pool[key] = kept = _Kept(snapshot, timer)
         self.num_bytes += len(sealed)
-        await self._tell([kept])
+        await self._hold(Snapshot(key=key, holder=self._holder, handle=handle, expires_ns=0, approximate=approximate))
+
+    async def used(self, snapshot: Snapshot, data: bytes) -> None:
+        """These windows were pulled and are of use. They are the last to go now if they are held here; and when half of
+        their time is over they are kept anew, here, so that they last for as long as they are used."""
+        if (kept := self._pool.pop(snapshot.key, None)) is not None:
+            self._pool[snapshot.key] = kept
+        if snapshot.expires_ns - self._bus.seams.clock_ns() < SNAPSHOT_S / 2 * 1e9:
+            await self.keep(snapshot.key, data, approximate=snapshot.approximate)
 
     async def pull(self, snapshot: Snapshot) -> bytes | None:
         """The windows. None when they are gone, cannot be had within PULL_S, or are damaged, others or not as said."""
@@ -127,11 +143,17 @@ class Snapshots:
 
     def _is_wanted(self, key: bytes, approximate: bool) -> bool:
         kept = self._pool.get(key)
-        if kept is None:
-            return True
-        if kept.snapshot.approximate != approximate:
-            return kept.snapshot.approximate
-        return kept.timer.when() - asyncio.get_running_loop().time() < SNAPSHOT_S / 2
+        return kept is None or (kept.snapshot.approximate and not approximate)
+
+    async def _hold(self, snapshot: Snapshot, last: asyncio.TimerHandle | None = None) -> None:
+        """Begin its time (again), with the handle it has: who knows of it from before can pull it all the same."""
+        if last is not None:
+            last.cancel()
+        self._pool.pop(snapshot.key, None)
+        expires_ns = self._bus.seams.clock_ns() + int(SNAPSHOT_S * 1e9)
+        timer = asyncio.get_running_loop().call_later(SNAPSHOT_S, self._drop, snapshot.key)
+        kept = self._pool[snapshot.key] = _Kept(structs.replace(snapshot, expires_ns=expires_ns), timer)
+        await self._tell([kept])
 
     def _drop(self, key: bytes) -> None:
         kept = self._pool.pop(key, None)

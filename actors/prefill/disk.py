@@ -206,6 +206,7 @@ class Loader:
                     data = await self._snapshots.pull(snapshot)
                     if data is not None:
                         fetched.windows = Windows(number, data, snapshot.approximate)
+                        self._spawn(self._snapshots.used(snapshot, data))
         except TimeoutError:  # whoever has the others as well
             fetched.tried.update(number for number, _ in fetched.prefix.snapshots)
 

@@ -9,6 +9,7 @@ import pytest
 from actors.metadata.actor import Metadata
 from actors.prefill.actor import Prefill
 from actors.writer.actor import Writer
+from bus.snapshots import SNAPSHOT_S
 from run.virtual import run_virtual
 from schemas.request import Sampling
 from tests.actors.cached import Cached, ask, cached, prompt
@@ -185,6 +186,20 @@ def test_another_question_behind_the_same_beginning_is_exact(num_tokens: int) ->
         assert request is not None and not request.is_approximate
         async with cached() as fresh:
             assert await fresh.run(ask("r2", other)) == warm
+
+    in_system(work)
+
+
+def test_a_beginning_that_is_in_use_stays_exact() -> None:
+    """For longer than windows are kept that nobody uses."""
+
+    async def work(system: Cached) -> None:
+        await system.run(ask("r0", prompt(2000, 1, after=SHARED), branches=[900]))
+        for number in range(1, 6):
+            await system.settle(SNAPSHOT_S * 0.7)
+            await system.run(ask(f"r{number}", prompt(2000, number + 1, after=SHARED), branches=[900]))
+            assert system.listener.cached[f"r{number}"] == 7 * 128
+        assert system.total("replayed_tokens") == 0
 
     in_system(work)
 

@@ -135,6 +135,44 @@ def test_one_that_is_held_already_is_kept_anew_in_its_second_half() -> None:
             assert second != first and system.known == {key(1): second} and system.held[:2] == (1, 1)
             await asyncio.sleep(SNAPSHOT_S / 2)
             assert await system.reader.pull(second) == b"windows"
+            assert await system.reader.pull(first) == b"windows"  # who heard of it before finds it, too
+
+    run_virtual(main())
+
+
+def test_what_is_used_lives_on_with_whoever_uses_it() -> None:
+    async def main() -> None:
+        async with stage() as system:
+
+            async def use(snapshot: Snapshot) -> None:
+                await system.reader.on_load(system.shards[0].report())
+                await system.reader.used(snapshot, b"windows")
+                await asyncio.sleep(0)
+
+            first = await system.keep(1, b"windows")
+            await use(first)
+            assert len(system.reader) == 0  # not as long as the other has it for a while
+            await asyncio.sleep(SNAPSHOT_S / 2 + 1)
+            await use(first)
+            await asyncio.sleep(SNAPSHOT_S / 2)
+            assert system.held == (0, 0, 0)
+            second = system.known[key(1)]
+            assert second.holder == "prefill/p0" and await system.holder.pull(second) == b"windows"
+            for _ in range(6):
+                await use(system.known[key(1)])
+                await asyncio.sleep(SNAPSHOT_S * 0.49)
+            assert await system.holder.pull(second) == b"windows" and len(system.reader) == 1
+
+    run_virtual(main())
+
+
+def test_what_is_used_goes_last() -> None:
+    async def main() -> None:
+        async with stage(max_bytes=3 * (HEAD + 100)) as system:
+            kept = [await system.keep(number, bytes([number]) * 100) for number in range(3)]
+            await system.holder.used(kept[0], bytes(100))
+            await system.keep(4, bytes(100))
+            assert [await system.reader.pull(one) is not None for one in kept] == [True, False, True]
 
     run_virtual(main())
 
@@ -376,7 +414,7 @@ MAX_BYTES = 200
 
 
 class Model(RuleBasedStateMachine):
-    """A dict of what should be held, the oldest first; every snapshot that ever was is asked for again."""
+    """A dict of what should be held, in the order in which it goes; every snapshot that ever was is asked for again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -408,13 +446,31 @@ class Model(RuleBasedStateMachine):
         held = self.model.get(number)
         if held is not None and held[1] < approximate:
             return
-        if held is not None and held[1] == approximate and held[2] - self.now_s() >= SNAPSHOT_S / 2:
+        if held is not None and held[1] == approximate:
+            self.keep_on(number)
             return
         self.model.pop(number, None)
         while sum(HEAD + len(data) for data, _, _ in self.model.values()) + HEAD + len(data) > MAX_BYTES:
             del self.model[next(iter(self.model))]
         self.model[number] = data, approximate, self.now_s() + SNAPSHOT_S
         self.ever.append((number, data, self.system.holder._pool[key(number)].snapshot))
+
+    def keep_on(self, number: int) -> None:
+        data, approximate, until_s = self.model[number]
+        if until_s - self.now_s() < SNAPSHOT_S / 2:
+            del self.model[number]
+            self.model[number] = data, approximate, self.now_s() + SNAPSHOT_S
+
+    @precondition(lambda self: self.model)
+    @rule(choice=st.integers(0, 5))
+    def use(self, choice: int) -> None:
+        number = list(self.model)[choice % len(self.model)]
+        data, approximate, until_s = self.model.pop(number)
+        self.model[number] = data, approximate, until_s
+        holder = self.system.holder
+        snapshot = holder._pool[key(number)].snapshot
+        self.runner.run(holder.used(snapshot, data))
+        self.keep_on(number)
 
     @rule(share=st.sampled_from([0.1, 0.3, 0.55, 1.1]))
     def pass_time(self, share: float) -> None:
