@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import struct
-import zlib
 from collections.abc import Callable
 from typing import cast
+
+from isal.isal_zlib import crc32
 
 from bus.bus import BusError, fail
 from bus.shelf import Offer, Shelf
@@ -157,7 +158,7 @@ class ReaderEnd(asyncio.BufferedProtocol):
         before, self._filled = self._filled, self._filled + nbytes
         if self._status == _DATA:
             with memoryview(self._buffer) as view:
-                self._checksum = zlib.crc32(view[before : self._filled], self._checksum)
+                self._checksum = crc32(view[before : self._filled], self._checksum)
         if self._filled == len(self._buffer):
             if self._status:
                 self._finish()

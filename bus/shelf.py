@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import zlib
 from collections.abc import Callable
+
+from isal.isal_zlib import crc32
 
 from bus.bus import fail
 from schemas.bulk import Handle
@@ -46,7 +47,7 @@ class Shelf:
         Raises `BusError(overloaded)` when full.
         """
         if checksum is None:
-            checksum = zlib.crc32(data)
+            checksum = crc32(data)
         if self.num_bytes + len(data) > self.max_bytes:
             raise fail(
                 Code.OVERLOADED,

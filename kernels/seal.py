@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import struct
-import zlib
+
+from isal.isal_zlib import crc32
 
 from kernels.engine import StateError
 
@@ -14,7 +15,7 @@ _HEAD = struct.Struct("<8sIH")  # magic, checksum of all that follows, bytes of 
 def seal(layout: str, body: bytes) -> bytes:
     """Wrap `body` for engines whose layout is `layout`."""
     name = layout.encode()
-    return _HEAD.pack(_MAGIC, zlib.crc32(body, zlib.crc32(name)), len(name)) + name + body
+    return _HEAD.pack(_MAGIC, crc32(body, crc32(name)), len(name)) + name + body
 
 
 def unseal(layout: str, state: bytes) -> memoryview:
@@ -25,7 +26,7 @@ def unseal(layout: str, state: bytes) -> memoryview:
     if magic != _MAGIC:
         raise StateError("not a state: its first bytes are wrong")
     rest = memoryview(state)[_HEAD.size :]
-    if zlib.crc32(rest) != checksum:
+    if crc32(rest) != checksum:
         raise StateError(f"state of {len(state)} bytes is damaged: its checksum does not match")
     name = bytes(rest[:name_bytes]).decode()
     if name != layout:

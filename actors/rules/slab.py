@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import hashlib
 import struct
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Self
+
+from isal.isal_zlib import crc32
 
 from actors.rules.chain import KEY_BYTES
 
@@ -88,7 +89,7 @@ class Slab:
         """The file's first `HEADER_BYTES`."""
         fields = (_SLAB_MAGIC, FORMAT_VERSION, self.payload_bytes, self.num_slots, self.epoch, self.layout, 0)
         covered = _SLAB.pack(*fields)[: -_CHECKSUM.size]
-        return covered + _CHECKSUM.pack(zlib.crc32(covered))
+        return covered + _CHECKSUM.pack(crc32(covered))
 
     @classmethod
     def unpack(cls, data: Buffer) -> Self:
@@ -98,7 +99,7 @@ class Slab:
         magic, version, payload_bytes, num_slots, epoch, layout, checksum = _SLAB.unpack_from(data)
         if magic != _SLAB_MAGIC:
             raise SlotError("magic", f"no slab starts with {magic!r}")
-        if checksum != zlib.crc32(memoryview(data)[: HEADER_BYTES - _CHECKSUM.size]):
+        if checksum != crc32(memoryview(data)[: HEADER_BYTES - _CHECKSUM.size]):
             raise SlotError("checksum", "of a slab's header")
         if version != FORMAT_VERSION:
             raise SlotError("version", f"{version}, this is {FORMAT_VERSION}")
@@ -131,8 +132,8 @@ def pack_header(slab: Slab, key: bytes, parent: bytes, payload: Buffer, *, appro
         raise ValueError(f"a payload of {len(payload)} bytes, expected {slab.payload_bytes}")
     flags = _APPROXIMATE if approximate else 0
     covered = _SLOT.pack(_SLOT_MAGIC, flags, key, parent, slab.epoch, slab.layout[:8], 0, 0)[:_COVERED]
-    header = covered + _CHECKSUM.pack(zlib.crc32(payload, zlib.crc32(covered)))
-    return header + _CHECKSUM.pack(zlib.crc32(header))
+    header = covered + _CHECKSUM.pack(crc32(payload, crc32(covered)))
+    return header + _CHECKSUM.pack(crc32(header))
 
 
 def pack_slot(slab: Slab, key: bytes, parent: bytes, payload: Buffer, *, approximate: bool) -> bytes:
@@ -153,7 +154,7 @@ def unpack_header(data: Buffer, slab: Slab) -> SlotHeader:
         raise SlotError("free", "no block is here")
     if magic != _SLOT_MAGIC:
         raise SlotError("magic", f"no slot starts with {magic!r}")
-    if checksum != zlib.crc32(memoryview(data)[: HEADER_BYTES - _CHECKSUM.size]):
+    if checksum != crc32(memoryview(data)[: HEADER_BYTES - _CHECKSUM.size]):
         raise SlotError("checksum", "of a slot's header")
     if layout != slab.layout[:8]:
         raise SlotError("layout", f"{layout.hex()}, expected {slab.layout[:8].hex()}")
@@ -175,7 +176,7 @@ def read_slot(data: Buffer, slab: Slab, key: bytes | None = None) -> Slot:
         raise SlotError("short", f"{len(data)} bytes of a slot of {slab.slot_bytes}")
     view = memoryview(data).toreadonly()
     payload = view[HEADER_BYTES : slab.slot_bytes]
-    if _CHECKSUM.unpack_from(data, _COVERED)[0] != zlib.crc32(payload, zlib.crc32(view[:_COVERED])):
+    if _CHECKSUM.unpack_from(data, _COVERED)[0] != crc32(payload, crc32(view[:_COVERED])):
         raise SlotError("checksum", f"of block {header.key.hex()}")
     return Slot(header, payload)
 

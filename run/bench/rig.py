@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import zlib
 from types import TracebackType
 from typing import Self
+
+from isal.isal_zlib import crc32
 
 from bus.actor import Actor
 from bus.bulk import MemoryBulk, MemoryHub
@@ -16,7 +17,7 @@ from bus.memory import MemoryBroker, MemoryWire
 class _Bulk(MemoryBulk):
     async def checksum(self, data: bytes) -> int:
         """Beside the loop, as with sockets."""
-        return await asyncio.to_thread(zlib.crc32, data)
+        return await asyncio.to_thread(crc32, data)
 
 
 class Rig:
