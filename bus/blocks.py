@@ -27,8 +27,9 @@ BATCH_BYTES = 4 * 1024 * 1024
 BATCH_BLOCKS = 64
 """How much one message carries at most. With a quarter of these bytes all sides together work half as much again."""
 
-MAX_MESSAGES = 3
-"""How many messages are under way to one writer: while it writes one, the next is there already."""
+MAX_MESSAGES = 2
+"""How many messages are under way to one writer: while it writes one, the next is there already. More of them only get
+in each other's way."""
 
 STORE_S = 10.0
 """How long a writer may be silent."""

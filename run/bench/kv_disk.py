@@ -26,6 +26,9 @@ NUM_ROUNDS = 5
 PIECE_BYTES = 4 << 20
 """Of a plain write or read."""
 
+MAX_PARTS = 1024
+"""Of one system call."""
+
 Progress = Callable[[float], None]
 
 
@@ -74,16 +77,18 @@ async def measure_disk(folder: Path, block_bytes: int, progress: Progress = lamb
 
 
 def _plain(path: Path, blocks: Blocks) -> dict[str, float]:
-    """Write as many bytes to one file with its room reserved, as slabs have it, in large pieces. Then read them: to
+    """Write the same bytes to one file with its room reserved, as slabs have it, in large pieces. Then read them: to
     have them, as ours are had, and to let each piece go for the next one, which saves half of the work."""
     took_s: dict[str, float] = {}
-    piece = b"".join(blocks.payloads[: -(-PIECE_BYTES // len(blocks.payloads[0]))])[:PIECE_BYTES]
+    block_bytes = len(blocks.payloads[0])
+    per_piece = min(max(1, PIECE_BYTES // block_bytes), MAX_PARTS)
     starts = range(0, blocks.num_bytes, PIECE_BYTES)
     with _timed(took_s, "raw_put"):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         os.posix_fallocate(descriptor, 0, blocks.num_bytes)
-        for start in starts:
-            os.pwrite(descriptor, piece[: blocks.num_bytes - start], start)
+        for number in range(0, len(blocks.payloads), per_piece):
+            piece = blocks.payloads[number : number + per_piece]
+            assert os.pwritev(descriptor, piece, number * block_bytes) == len(piece) * block_bytes
         os.fdatasync(descriptor)
     with _timed(took_s, "raw_get_cached"):
         pieces = [os.pread(descriptor, PIECE_BYTES, start) for start in starts]
