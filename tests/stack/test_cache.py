@@ -210,6 +210,7 @@ actors = ["prefill-balancer/pb0", "decode-balancer/db0", "metadata/m0", "entrypo
 """
 
 
+@pytest.mark.timeout(180)
 def test_faults_cost_time_and_nothing_else(tmp_path: Path) -> None:
     """Each kind of harm to the cache, on real processes: the same answers, and hits again afterwards."""
     cluster = tmp_path / "cluster.toml"
@@ -256,6 +257,7 @@ def test_faults_cost_time_and_nothing_else(tmp_path: Path) -> None:
         assert system.stop() == 0
 
 
+@pytest.mark.timeout(120)
 def test_blocks_outlive_a_restart_and_what_differs_is_counted(tmp_path: Path) -> None:
     """Snapshots are gone then: what is hit is replayed, which is approximate, and told by the counters."""
     prompts = [[{"role": "user", "content": long_text(80 + number)}] for number in range(4)]

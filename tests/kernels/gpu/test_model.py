@@ -88,6 +88,7 @@ def short(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.timeout(180)
 def test_a_quantised_model_replays_decodes_drafts_and_moves(short: Path) -> None:
     want = run(load_model(short), torch.device("cpu"))
     with PretendCuda():
