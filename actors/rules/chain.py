@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,14 +45,11 @@ def chain(root: bytes, tokens: npt.NDArray[np.uint32], images: Sequence[Span] = 
     num_blocks = len(tokens) // BLOCK_TOKENS
     data = np.ascontiguousarray(tokens[: num_blocks * BLOCK_TOKENS], dtype="<u4").tobytes()
     marks = _marks(images, num_blocks)
+    blocks: Iterable[tuple[bytes]] = _BLOCK.iter_unpack(data)
+    if marks:
+        blocks = [(block + marks.get(number, b""),) for number, (block,) in enumerate(blocks)]
     new, cut, key = hashlib.sha256, slice(KEY_BYTES), root
-    keys: list[bytes] = []
-    for (block,) in _BLOCK.iter_unpack(data):
-        if marks:
-            block += marks.get(len(keys), b"")
-        key = new(key + block).digest()[cut]
-        keys.append(key)
-    return keys
+    return [key := new(key + block).digest()[cut] for (block,) in blocks]
 
 
 def link(parent: bytes, block: bytes, digests: bytes = b"") -> bytes:
