@@ -125,10 +125,10 @@ class KVStore(Actor):
 
     def _apply(self, event: Event) -> None:
         parents = event.keys if isinstance(event, BlocksDropped) else event.parents
-        if len(event.keys) != 2 * len(event.locations) or len(parents) != len(event.keys) or len(parents) % KEY_BYTES:
+        if (blocks := location.blocks(event.keys, event.locations)) is None or len(parents) != len(event.keys):
             log.warning("event %d of writer %s makes no sense", event.seq, event.writer)
             return
-        keys, locations = block_keys.keys(event.keys), location.words(event.locations)
+        keys, locations = blocks
         if isinstance(event, BlocksDropped):
             self._store.dropped(keys, locations)
         else:

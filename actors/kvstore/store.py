@@ -17,8 +17,6 @@ AT_ONCE = 4096
 EXTRA = 4
 """So many blocks may go for each that a writer needs: the oldest may all be in slabs of others."""
 
-_APPROXIMATE = np.uint64(1)  # the bit of a location that says so
-
 
 class Store:
     """The blocks of all writers in the order of their last use, and what is to be told to whom.
@@ -40,7 +38,7 @@ class Store:
         """
         self._writers.claim(writer, np.unique(location.slabs(locations)).tolist())
         known, there = self.reclaim.find(keys)
-        for_known = there & (known & _APPROXIMATE < locations & _APPROXIMATE)
+        for_known = there & ~location.approximate(known) & location.approximate(locations)
         elsewhere = there & (known != locations)
         for place, is_worse in ((locations, elsewhere & for_known), (known, elsewhere & ~for_known)):
             others = [

@@ -131,10 +131,10 @@ class Metadata(Actor):
             self._apply(due)
 
     def _apply(self, event: Event) -> None:
-        if len(event.keys) != 2 * len(event.locations) or len(event.keys) % KEY_BYTES:
+        if (blocks := location.blocks(event.keys, event.locations)) is None:
             log.warning("event %d of writer %s makes no sense", event.seq, event.writer)
             return
-        keys, locations = block_keys.keys(event.keys), location.words(event.locations)
+        keys, locations = blocks
         if isinstance(event, BlocksDropped):
             self._shard.drop(keys, locations)
             return
@@ -143,10 +143,10 @@ class Metadata(Actor):
 
     async def _on_failed(self, failed: BlocksFailed, envelope: Envelope) -> None:
         """The writer that has them looks after them. Where it is gone, nobody else does."""
-        if len(failed.keys) != 2 * len(failed.locations) or len(failed.keys) % KEY_BYTES:
+        if (blocks := location.blocks(failed.keys, failed.locations)) is None:
             log.warning("blocks that failed, and make no sense: %s", failed.reason)
             return
-        keys, locations = block_keys.keys(failed.keys), location.words(failed.locations)
+        keys, locations = blocks
         alive = set(self._writers.alive(self.now_s()))
         is_left = [self._writers.owner(slab) not in alive for slab in location.slabs(locations).tolist()]
         self._shard.drop(keys[is_left], locations[is_left])

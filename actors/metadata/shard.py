@@ -10,8 +10,6 @@ from actors.rules import keys as block_keys
 from actors.rules import location
 from actors.rules.blocks import BlockTable, Flags, Keys, Values
 
-_EXACT = np.uint64(1)  # the bit of a location that says it is approximate
-
 
 class Shard:
     """The locations of those blocks that the shard `id` owns among `members`, itself always one of them."""
@@ -54,7 +52,7 @@ class Shard:
         ours = self.owns(keys)
         keys, locations = keys[ours], locations[ours]
         known, there = self._table.find(keys)
-        is_worse = there & (known & _EXACT < locations & _EXACT)
+        is_worse = there & ~location.approximate(known) & location.approximate(locations)
         self._table.put(keys[~is_worse], locations[~is_worse])
 
     def drop(self, keys: Keys, locations: Values) -> None:

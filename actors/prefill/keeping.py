@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from actors.prefill.restore import NOTHING, Fetched, Restored, keys
 from actors.rules.chain import BLOCK_TOKENS
-from actors.rules.location import words
+from actors.rules.location import approximate, words
 from kernels.engine import Tokens
 from schemas.cache import CachedPrefix, ChainEnd
 
@@ -36,7 +36,7 @@ class Keeping:
         self.approximate = restored.approximate
         self._start = restored.hit.start
         self._num_seen = restored.hit.num_blocks
-        is_there = (words(self.prefix.locations) & 1 == 0) | restored.approximate
+        is_there = ~approximate(words(self.prefix.locations)) | restored.approximate
         self._present = set(is_there.nonzero()[0].tolist()) - self._bad
         self._cuts = self._where_to_cut()
         self._kept: set[int] = set()

@@ -13,6 +13,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from actors.rules.chain import KEY_BYTES
+from actors.rules.keys import keys as as_keys
+
 SLAB_BITS = 39
 SLOT_BITS = 24
 LOCATION_BYTES = 8
@@ -47,6 +50,18 @@ def words(data: bytes) -> npt.NDArray[np.uint64]:
 def slabs(packed: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """The slab number of each."""
     return packed >> np.uint64(SLOT_BITS + 1)
+
+
+def approximate(packed: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
+    """Which of them say that their block is approximate."""
+    return (packed & np.uint64(1)).astype(np.bool_)
+
+
+def blocks(keys: bytes, locations: bytes) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]] | None:
+    """Keys [num, 2] and as many locations [num], as they travel together; None if they do not belong together."""
+    if len(keys) * LOCATION_BYTES != len(locations) * KEY_BYTES or len(keys) % KEY_BYTES:
+        return None
+    return as_keys(keys), words(locations)
 
 
 def file_name(slab: int, writer: str) -> str:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from actors.rules.blocks import BlockTable
 from actors.rules.keys import Keys
 from actors.rules.location import Location, slabs
+from actors.rules.location import approximate as is_approximate
 from actors.rules.slab import Slab, SlotHeader
 from actors.writer.blocks import Blocks
 from actors.writer.held import APPROXIMATE, BUSY, EXACT, FREE, HeldSlab, Layout, Place
@@ -112,7 +113,7 @@ class Slots:
     def wanted(self, keys: Keys, *, approximate: bool) -> npt.NDArray[np.bool_]:
         """Which of these are worth a write: not here, or only as an approximation of what is offered; each once."""
         locations, is_here = self._table.find(keys)
-        chosen = ~is_here | ((locations & np.uint64(1)) > approximate)
+        chosen = ~is_here | (is_approximate(locations) & (not approximate))
         first: dict[bytes, int] = {}
         for number, key in enumerate(_names(keys)):
             first.setdefault(key, number)
