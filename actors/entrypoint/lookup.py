@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import structs
 
 from actors.rules.chain import BLOCK_TOKENS, KEY_BYTES, Span, chain, root, tail_digests
-from actors.rules.hit import Hit, exact_ends, hit, usable_blocks
+from actors.rules.hit import Hit, exact_ends, promised, usable_blocks
 from actors.rules.keys import keys as key_array
 from actors.rules.keys import owners
 from actors.rules.location import LOCATION_BYTES, words
@@ -127,17 +128,16 @@ class Plan:
 def plan(names: Names, found: Found, num_tokens: int) -> Plan:
     """By the hit rule. Prefill tries the snapshots in order, and replays a block without them."""
     num_usable = usable_blocks(found.num_blocks, num_tokens)
-    snapshots = [(end, found.snapshots[end]) for end in exact_ends(num_usable) if end in found.snapshots]
-    expected = hit(found.num_blocks, num_tokens, found.snapshots)
     prefix = CachedPrefix(
         space=names.space,
         root=names.root,
         keys=names.keys,
         locations=found.locations,
-        num_blocks=num_usable if expected.num_blocks else 0,
-        snapshots=snapshots,
+        num_blocks=num_usable,
+        snapshots=[(end, found.snapshots[end]) for end in exact_ends(num_usable) if end in found.snapshots],
         digests=names.digests,
     )
-    restored: npt.NDArray[Any] = words(found.locations)[: expected.num_blocks]
-    is_inherited = bool((restored & np.uint64(1)).any()) or any(s.approximate for _, s in snapshots[:1])
-    return Plan(prefix, expected, expected.num_replayed > 0 or is_inherited)
+    expected, is_approximate = promised(prefix, num_tokens)
+    if not expected.num_blocks:
+        prefix = structs.replace(prefix, num_blocks=0)  # nothing is to be loaded
+    return Plan(prefix, expected, is_approximate)

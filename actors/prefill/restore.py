@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from actors.rules.chain import BLOCK_TOKENS, KEY_BYTES
-from actors.rules.hit import Hit, exact_ends, hit
+from actors.rules.hit import Hit, exact_ends, hit, promised
 from actors.rules.location import LOCATION_BYTES, Location, words
 from actors.rules.slab import Slab, SlotError, read_slot
 from schemas.cache import BlocksFailed, CachedPrefix, HitShortened, Snapshot
@@ -82,12 +82,7 @@ def plan(prefix: CachedPrefix | None, num_tokens: int) -> Restored:
     """What is restored if all that was found is there: the entrypoint counts on it. Without payloads."""
     if prefix is None:
         return NOTHING
-    snapshots = dict(reversed(prefix.snapshots))
-    found = hit(prefix.num_blocks, num_tokens, snapshots)
-    is_approximate = bool((words(prefix.locations[: found.num_blocks * LOCATION_BYTES]) & 1).any())
-    if found.num_blocks and not found.num_replayed:
-        is_approximate |= snapshots[found.num_blocks].approximate
-    return Restored(found, is_approximate or found.num_replayed > 0)
+    return Restored(*promised(prefix, num_tokens))
 
 
 class Fetched:

@@ -6,6 +6,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from actors.rules.chain import BLOCK_TOKENS
+from actors.rules.location import LOCATION_BYTES, approximate, words
+from schemas.cache import CachedPrefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,3 +49,14 @@ def hit(num_present: int, num_tokens: int, snapshots: Collection[int] = ()) -> H
 def exact_ends(num_usable: int) -> list[int]:
     """The numbers of blocks whose windows are wanted, the best first: what is replayed otherwise, or less."""
     return [num_blocks for num_blocks in (num_usable, num_usable - 1) if num_blocks > 0]
+
+
+def promised(prefix: CachedPrefix, num_tokens: int) -> tuple[Hit, bool]:
+    """What is restored of a prompt if all that was found is there, and whether something approximate has part in it:
+    a block, the windows, or a replay. The entrypoint counts on it until prefill says otherwise."""
+    snapshots = dict(reversed(prefix.snapshots))
+    found = hit(prefix.num_blocks, num_tokens, snapshots)
+    is_approximate = bool(approximate(words(prefix.locations[: found.num_blocks * LOCATION_BYTES])).any())
+    if found.num_blocks and not found.num_replayed:
+        is_approximate |= snapshots[found.num_blocks].approximate
+    return found, is_approximate or found.num_replayed > 0
