@@ -136,11 +136,6 @@ def pack_header(slab: Slab, key: bytes, parent: bytes, payload: Buffer, *, appro
     return header + _CHECKSUM.pack(crc32(header))
 
 
-def pack_slot(slab: Slab, key: bytes, parent: bytes, payload: Buffer, *, approximate: bool) -> bytes:
-    """All bytes of a slot. Raises ValueError as `pack_header` does."""
-    return b"".join((pack_header(slab, key, parent, payload, approximate=approximate), payload))
-
-
 def unpack_header(data: Buffer, slab: Slab) -> SlotHeader:
     """What the slot starting with `data` says of itself; nothing of its payload is proven by that.
 

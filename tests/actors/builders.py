@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from actors.rules.slab import Slab, pack_header
 from schemas.bulk import Handle, Payload
 from schemas.handover import Dispatch, HandOver
 from schemas.message import Role
@@ -15,6 +16,11 @@ GREEDY = Sampling(temperature=0.0, top_p=1.0, seed=7)
 
 def prompt_bytes(num_tokens: int, first: int = 100) -> bytes:
     return np.arange(first, first + num_tokens, dtype="<u4").tobytes()
+
+
+def pack_slot(slab: Slab, key: bytes, parent: bytes, payload: bytes, *, approximate: bool) -> bytes:
+    """All bytes of a slot."""
+    return pack_header(slab, key, parent, payload, approximate=approximate) + payload
 
 
 def submit(request_id: str = "r1", num_tokens: int = 5, max_tokens: int = 8, **fields: object) -> Submit:

@@ -15,7 +15,7 @@ from actors.prefill.actor import Prefill
 from actors.rules.chain import BLOCK_TOKENS, KEY_BYTES, chain, root
 from actors.rules.hit import exact_ends, usable_blocks
 from actors.rules.location import Location, file_name
-from actors.rules.slab import Slab, pack_slot
+from actors.rules.slab import Slab
 from bus.actor import Actor, Envelope, Handler
 from bus.bulk import Bulk
 from bus.bus import Bus, BusError, fail
@@ -55,7 +55,7 @@ from schemas.handover import HandedOver, HandOver
 from schemas.message import Role
 from schemas.request import Cancel, Resend, Taken, TokensEmitted
 from schemas.routing import Release, Route, Routed
-from tests.actors.builders import dispatch
+from tests.actors.builders import dispatch, pack_slot
 from tests.actors.core import VOCABULARY, info
 
 SPACE = "timed"

@@ -15,7 +15,7 @@ from msgspec import structs
 from actors.prefill.batch import Job
 from actors.prefill.disk import HUNG_S, TELL_S, WINDOWS_S
 from actors.rules.location import SLOT_BITS, file_name, words
-from actors.rules.slab import FREE, HEADER_BYTES, pack_slot
+from actors.rules.slab import FREE, HEADER_BYTES
 from bus.bus import Delivery
 from bus.snapshots import SNAPSHOT_S
 from bus.subjects import LOAD
@@ -26,6 +26,7 @@ from run.virtual import run_virtual
 from schemas.cache import BlocksFailed, CachedPrefix, HitShortened, Snapshot
 from schemas.failure import Failure
 from schemas.message import Role
+from tests.actors.builders import pack_slot
 from tests.actors.core import VOCABULARY, info
 from tests.actors.prefixes import SLAB, SPACE, Stand, blocks, cold, stand, tokens
 

@@ -16,12 +16,12 @@ from actors.prefill.restore import NOTHING, Block, Fetched, Restored, Windows, c
 from actors.rules.chain import chain, root
 from actors.rules.hit import Hit, hit
 from actors.rules.location import Location
-from actors.rules.slab import Slab, pack_slot
+from actors.rules.slab import Slab
 from kernels.engine import Tokens
 from kernels.timed import TimedEngine
 from schemas.bulk import Handle
 from schemas.cache import CachedPrefix, Snapshot
-from tests.actors.builders import dispatch
+from tests.actors.builders import dispatch, pack_slot
 from tests.actors.core import VOCABULARY, info
 
 HANDLE = Handle(address="mem://x", key="k", generation=1, size_bytes=10, checksum=0)

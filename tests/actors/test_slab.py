@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.rules.slab import FREE, HEADER_BYTES, Buffer, Slab, SlotError, pack_slot, read_slot, scan_headers
+from actors.rules.slab import FREE, HEADER_BYTES, Buffer, Slab, SlotError, read_slot, scan_headers
 from actors.rules.slab import unpack_header as unpack
+from tests.actors.builders import pack_slot
 
 LAYOUT = hashlib.sha256(b"layout-1").digest()[:16]
 SLAB = Slab(payload_bytes=48, num_slots=4, layout=LAYOUT, epoch=7)
