@@ -62,6 +62,10 @@ class Bulk(Protocol):
         """
         ...
 
+    def renew(self, handle: Handle, *, lease_s: float) -> None:
+        """Hold it for `lease_s` from now on. Nothing happens if it is not held any more."""
+        ...
+
     def withdraw(self, handle: Handle) -> None:
         """Hold it no longer; a pull under way fails. Idempotent."""
         ...
@@ -100,6 +104,10 @@ class _Base:
     def offer(self, data: bytes, *, lease_s: float, checksum: int | None = None, is_shared: bool = False) -> Handle:
         """See `Bulk.offer`."""
         return self._shelf.put(self._address, data, lease_s, checksum, is_shared=is_shared)
+
+    def renew(self, handle: Handle, *, lease_s: float) -> None:
+        """See `Bulk.renew`."""
+        self._shelf.renew(handle.key, lease_s)
 
     def withdraw(self, handle: Handle) -> None:
         """See `Bulk.withdraw`."""

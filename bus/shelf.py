@@ -62,6 +62,12 @@ class Shelf:
             address=address, key=key, generation=offer.generation, size_bytes=len(data), checksum=offer.checksum
         )
 
+    def renew(self, key: str, lease_s: float) -> None:
+        """Its lease begins anew, if it is here still."""
+        if (offer := self._offers.get(key)) is not None:
+            offer.timer.cancel()
+            offer.timer = asyncio.get_running_loop().call_later(lease_s, self.revoke, key)
+
     def find(self, key: str, generation: int) -> Offer | str:
         """The offer, or why there is none."""
         offer = self._offers.get(key)

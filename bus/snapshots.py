@@ -22,9 +22,6 @@ log = logging.getLogger("shoal.bus")
 SNAPSHOT_S = 600.0
 """How long one is kept that nobody uses."""
 
-FOREVER_S = 10 * 365 * 86400.0
-"""Of the offers: their own end comes sooner, but may be put off."""
-
 POOL_BYTES = 256 * 1024 * 1024
 """The memory that all of one actor's may take, where nothing else is said."""
 
@@ -105,7 +102,7 @@ class Snapshots:
         while self.num_bytes + len(sealed) > self._max_bytes:
             self._drop(next(iter(self._pool)))
         try:
-            handle = self._bulk.offer(sealed, lease_s=FOREVER_S, checksum=checksum, is_shared=True)
+            handle = self._bulk.offer(sealed, lease_s=SNAPSHOT_S, checksum=checksum, is_shared=True)
         except BusError as error:
             log.info("%s keeps no snapshot: %s", self._holder, error)
             return
@@ -149,6 +146,7 @@ class Snapshots:
         """Begin its time (again), with the handle it has: who knows of it from before can pull it all the same."""
         if last is not None:
             last.cancel()
+            self._bulk.renew(snapshot.handle, lease_s=SNAPSHOT_S)
         self._pool.pop(snapshot.key, None)
         expires_ns = self._bus.seams.clock_ns() + int(SNAPSHOT_S * 1e9)
         timer = asyncio.get_running_loop().call_later(SNAPSHOT_S, self._drop, snapshot.key)

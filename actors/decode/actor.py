@@ -79,8 +79,8 @@ class Decode(Actor):
         self.spawn(self._step_loop())
 
     async def on_stop(self) -> None:
-        await self._engine.close()
         self.keeper.close()
+        await self._engine.close()
         for span in self._spans.values():
             span.end()
 

@@ -95,8 +95,8 @@ class Prefill(Actor):
         self.spawn(self._step_loop())
 
     async def on_stop(self) -> None:
-        await self._engine.close()
         self.keeper.close()
+        await self._engine.close()
         await self.loader.close()
         self._phases.end_all()
 

@@ -532,3 +532,22 @@ class Model(RuleBasedStateMachine):
 
 TestModel = Model.TestCase
 TestModel.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+
+
+def test_what_is_held_has_a_lease_that_each_use_begins_anew() -> None:
+    """Also when nobody is left to let go of it: memory is never held on hope."""
+
+    async def main() -> None:
+        async with stage() as system:
+            snapshot = await system.keep(1, b"windows")
+            await asyncio.sleep(SNAPSHOT_S * 0.8)
+            await system.holder.used(snapshot, b"windows")
+            await asyncio.sleep(SNAPSHOT_S * 0.8)
+            assert await system.reader.pull(snapshot) == b"windows"
+            for kept in system.holder._pool.values():  # as if its owner were gone without a word
+                kept.timer.cancel()
+            await asyncio.sleep(SNAPSHOT_S * 0.3)
+            assert system.bulk.num_offers == 0
+            system.holder.clear()
+
+    run_virtual(main())
