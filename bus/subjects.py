@@ -104,6 +104,8 @@ ROUTE_PREFILL: Subject[Route, Routed] = Subject(Role.PREFILL_BALANCER, "route", 
 RELEASE_PREFILL: Subject[Release, None] = Subject(Role.PREFILL_BALANCER, "release", Release)
 ROUTE_DECODE: Subject[Route, Routed] = Subject(Role.DECODE_BALANCER, "route", Route, Routed)
 RELEASE_DECODE: Subject[Release, None] = Subject(Role.DECODE_BALANCER, "release", Release)
+ROUTE_VISION: Subject[Route, Routed] = Subject(Role.VISION_BALANCER, "route", Route, Routed)
+RELEASE_VISION: Subject[Release, None] = Subject(Role.VISION_BALANCER, "release", Release)
 
 # Vision
 RESOLVE_IMAGE: Subject[ResolveImage, ImageResolved] = Subject(Role.VISION, "resolve", ResolveImage, ImageResolved)
@@ -200,7 +202,7 @@ def read_api(subject: str) -> tuple[str, Protocol]:
 SUBJECTS: tuple[Subject[Any, Any], ...] = (
     *(CALL, RECIPE_CANCEL, RECIPE_TOKENS, PROBE, STREAM),
     *(SUBMIT, CANCEL, CLAIM, TOKENS, RESEND),
-    *(ROUTE_PREFILL, RELEASE_PREFILL, ROUTE_DECODE, RELEASE_DECODE),
+    *(ROUTE_PREFILL, RELEASE_PREFILL, ROUTE_DECODE, RELEASE_DECODE, ROUTE_VISION, RELEASE_VISION),
     *(RESOLVE_IMAGE, ENCODE_IMAGE, RELEASE_IMAGE, CANCEL_VISION),
     *(DISPATCH, CANCEL_PREFILL, RESEND_PREFILL, HAND_OVER, CANCEL_DECODE, RESEND_DECODE),
     *(SHORTENED, DESCRIBE, FIND, KEPT, STORE, DUMP, DROP, ADOPT, MAKE_ROOM, ADMIT, USED),

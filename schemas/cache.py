@@ -165,7 +165,7 @@ class CachedPrefix(Message, frozen=True):
     `keys` are those of all complete blocks of the prompt, `root` the parent of the first. `locations` of the first
     blocks, as many as there are; `num_blocks` of them to be restored (design §5, hit rule). `snapshots`: (number of
     blocks before it, snapshot), to be tried in order. `digests`: of the images that overlap the incomplete last block,
-    one after the other.
+    one after the other. `images_from`: images that end at or before this token were not encoded, as it is all cached.
     """
 
     space: str
@@ -175,6 +175,7 @@ class CachedPrefix(Message, frozen=True):
     num_blocks: int = 0
     snapshots: list[tuple[int, Snapshot]] = []
     digests: bytes = b""
+    images_from: int = 0
 
 
 class ChainEnd(Message, frozen=True):
@@ -194,7 +195,8 @@ class ChainEnd(Message, frozen=True):
 class HitShortened(Message, frozen=True):
     """Prefill → entrypoint: less of the prompt than was found is restored, or differently.
 
-    `num_blocks` blocks are; computation begins at token `start`. `approximate`: a replay has part in it.
+    `num_blocks` blocks are; computation begins at token `start`. `approximate`: a replay has part in it. `is_returned`:
+    an image is needed that was not given, the replica has let go of the request, and it is to be dispatched anew.
     """
 
     request_id: str
@@ -203,3 +205,4 @@ class HitShortened(Message, frozen=True):
     start: int
     approximate: bool
     reason: str
+    is_returned: bool = False

@@ -13,7 +13,9 @@ class Dispatch(Message, frozen=True):
     """Entrypoint → prefill replica: compute this prompt, then hand it over to decode.
 
     `images` are held for the replica until it has answered. `exact`: compute everything, approximate nothing.
-    `prefix`: what is cached of it; without it nothing is, and nothing is stored. `branches`: as in `Submit`.
+    `prefix`: what is cached of it; without it nothing is, and nothing is stored. `branches`, `tenant`: as in `Submit`.
+    `images` are all that reach past token `prefix.images_from`. A replica that has to compute one it was not given
+    returns the request (`HitShortened`).
     """
 
     request_id: str
@@ -29,6 +31,7 @@ class Dispatch(Message, frozen=True):
     exact: bool = False
     prefix: CachedPrefix | None = None
     branches: list[int] = []
+    tenant: str = ""
 
 
 class Dispatched(Message, frozen=True):

@@ -22,6 +22,7 @@ class Role(StrEnum):
     ENTRYPOINT = "entrypoint"
     PREFILL_BALANCER = "prefill-balancer"
     DECODE_BALANCER = "decode-balancer"
+    VISION_BALANCER = "vision-balancer"
     VISION = "vision"
     PREFILL = "prefill"
     DECODE = "decode"

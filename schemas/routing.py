@@ -6,12 +6,23 @@ from schemas.message import Message, Role
 
 
 class Route(Message, frozen=True):
-    """Ask a balancer for a replica. Costs are counted in tokens: `num_new` to compute, `num_cached` already there."""
+    """Ask a balancer for a replica, by what is to be done there.
+
+    Of prefill: `num_new` tokens to compute behind `num_cached` ones in `num_blocks` blocks to load, of which the last
+    `num_replayed` are computed again. Of decode: at most `num_new` tokens behind a prompt of `num_cached`. Of vision:
+    `num_new` patches of the image `digest`.
+    `deadline_ns` is unix time, 0 for none: what cannot be done by then is refused. `tenant`: whose request it is.
+    """
 
     request_id: str
     num_new: int
     num_cached: int = 0
     excluded: list[str] = []
+    num_replayed: int = 0
+    num_blocks: int = 0
+    deadline_ns: int = 0
+    tenant: str = ""
+    digest: str = ""
 
 
 class Routed(Message, frozen=True):
@@ -36,7 +47,8 @@ class LoadReported(Message, frozen=True):
     """Who is here, and how loaded. Published at the start, on drain, when asked, and as a heartbeat.
 
     `incarnation` is new at each start of the actor; `seq` grows by one per report, so late reports are recognised.
-    `reservations` are the reservations this replica holds: its ledger is the truth balancers reconcile with.
+    `reservations` are the reservations this replica holds: its ledger is the truth balancers reconcile with. `detail`
+    has the numbers of its role; those that balancers read are in `actors/rules/load.py`.
     """
 
     role: Role

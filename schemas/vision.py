@@ -44,11 +44,16 @@ class Image(Message, frozen=True):
 
 
 class EncodeImage(Message, frozen=True):
-    """Entrypoint → any vision replica: pull the pixels and encode them. `deadline_ns` is unix time, 0 for none."""
+    """Entrypoint → vision replica: pull the pixels and encode them. `deadline_ns` is unix time, 0 for none.
+
+    The replica releases `reservation` at `balancer` when it has answered.
+    """
 
     request_id: str
     image: Image
     deadline_ns: int = 0
+    reservation: int = 0
+    balancer: str = ""
 
 
 class ImageEncoded(Message, frozen=True):

@@ -9,22 +9,27 @@ from typing import Any, ClassVar
 from msgspec import structs
 from opentelemetry import trace
 
-from actors.balancers.choice import Choice, emptiest_slots, shortest_queue
+from actors.balancers.choice import Choice, Full
+from actors.balancers.decode import emptiest_slots
 from actors.balancers.ledger import Ledger
+from actors.balancers.prefill import shortest_queue
+from actors.balancers.vision import fewest_patches
 from bus.actor import Actor, Envelope, Handler
-from bus.bus import Bus, fail
+from bus.bus import Bus, BusError, fail
 from bus.subjects import (
     EXITED,
     LOAD,
     RELEASE_DECODE,
     RELEASE_PREFILL,
+    RELEASE_VISION,
     ROUTE_DECODE,
     ROUTE_PREFILL,
+    ROUTE_VISION,
     Address,
     Subject,
     report_load,
 )
-from schemas.failure import Code
+from schemas.failure import Code, Failure
 from schemas.liveness import ProcessExited
 from schemas.message import Role
 from schemas.routing import LoadReported, Release, ReportLoad, Route, Routed
@@ -65,12 +70,14 @@ class Balancer(Actor):
             if not eligible:
                 but = f" besides {', '.join(route.excluded)}" if route.excluded else ""
                 raise fail(Code.NO_REPLICA, f"no {self.pool} replica is ready{but}")
-            replica = self._choice(eligible)
-            if replica is None:
-                raise fail(Code.OVERLOADED, f"all {len(eligible)} {self.pool} replicas are full")
+            try:
+                replica = self._choice(eligible, route, now_s, self.bus.seams.clock_ns())
+            except Full as full:
+                failure = Failure(code=Code.OVERLOADED, message=str(full), retry_after_s=full.retry_after_s)
+                raise BusError(failure) from None
             self._next_reservation += 1
             reservation = self._next_reservation
-            self.ledger.reserve(reservation, replica, route.num_new + route.num_cached, now_s)
+            self.ledger.reserve(reservation, replica, route, now_s)
             span.set_attribute("shoal.replica", replica.id)
             return Routed(replica=replica.id, reservation=reservation, balancer=self.id)
 
@@ -88,19 +95,19 @@ class Balancer(Actor):
 
 
 class PrefillBalancer(Balancer):
-    """Fewest requests first; by compute time in a later version."""
+    """For prompts to compute."""
 
     role = Role.PREFILL_BALANCER
     pool = Role.PREFILL
     route_subject = ROUTE_PREFILL
     release_subject = RELEASE_PREFILL
 
-    def __init__(self, id: str, bus: Bus) -> None:
-        super().__init__(id, bus, shortest_queue)
+    def __init__(self, id: str, bus: Bus, choice: Choice = shortest_queue) -> None:
+        super().__init__(id, bus, choice)
 
 
 class DecodeBalancer(Balancer):
-    """The smallest worst of slots and tokens."""
+    """For computed prompts to go on with."""
 
     role = Role.DECODE_BALANCER
     pool = Role.DECODE
@@ -109,3 +116,15 @@ class DecodeBalancer(Balancer):
 
     def __init__(self, id: str, bus: Bus) -> None:
         super().__init__(id, bus, emptiest_slots)
+
+
+class VisionBalancer(Balancer):
+    """For images to encode."""
+
+    role = Role.VISION_BALANCER
+    pool = Role.VISION
+    route_subject = ROUTE_VISION
+    release_subject = RELEASE_VISION
+
+    def __init__(self, id: str, bus: Bus) -> None:
+        super().__init__(id, bus, fewest_patches)

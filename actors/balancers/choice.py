@@ -1,27 +1,26 @@
-"""Which replica: the policies a balancer can be given. By request count; cache affinity is ignored on purpose."""
+"""What every policy of a balancer is: a choice among replicas, or why there is none."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 from actors.balancers.ledger import Replica
-
-Choice = Callable[[Sequence[Replica]], Replica | None]
-"""Pick one of the eligible replicas, or None when all are full."""
+from schemas.routing import Route
 
 
-def shortest_queue(replicas: Sequence[Replica]) -> Replica | None:
-    """Prefill: fewest requests, then fewest tokens. A full replica is no choice."""
-    open_ones = [replica for replica in replicas if replica.num_requests < replica.capacity_requests]
-    return min(open_ones, key=lambda r: (r.num_requests, r.num_tokens_expected, r.id), default=None)
+class Full(Exception):
+    """No replica should be given this work now. `retry_after_s`: when one may be; 0 when nobody can tell."""
+
+    def __init__(self, reason: str, retry_after_s: float = 0.0) -> None:
+        super().__init__(reason)
+        self.retry_after_s = retry_after_s
 
 
-def emptiest_slots(replicas: Sequence[Replica]) -> Replica | None:
-    """Decode: the smallest worst of slot share and token share. A full replica is no choice."""
+class Choice(Protocol):
+    """A policy. Pure: what it knows is in its arguments; times are seconds of the caller's clock, but for
+    `now_ns`, the unix time that deadlines are of."""
 
-    def share(replica: Replica) -> float:
-        slots = replica.num_requests / max(replica.capacity_requests, 1)
-        return max(slots, replica.num_tokens_expected / max(replica.capacity_tokens, 1))
-
-    open_ones = [replica for replica in replicas if replica.num_requests < replica.capacity_requests]
-    return min(open_ones, key=lambda r: (share(r), r.num_requests, r.id), default=None)
+    def __call__(self, replicas: Sequence[Replica], route: Route, now_s: float, now_ns: int) -> Replica:
+        """One of the eligible replicas, of which there is at least one. Raises Full."""
+        ...

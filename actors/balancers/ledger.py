@@ -6,30 +6,40 @@ spread; it is dropped when released, when its replica is gone, or when a report 
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from actors.rules.owner import EXPIRY_S
-from schemas.routing import LoadReported
+from schemas.routing import LoadReported, Route
 
 SETTLE_S = 10.0
 """A reservation this old that its replica's report does not list is over (its release was lost)."""
 
 
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Work on its way to a replica, or there, since `made_s`."""
+
+    route: Route
+    made_s: float
+
+
 @dataclass(slots=True)
 class Replica:
-    """One data-parallel rank as the balancer sees it."""
+    """One data-parallel rank as the balancer sees it: its last report, heard at `seen_s`, and what was reserved since.
 
-    id: str
-    incarnation: str
-    seq: int
+    `since_s`: when this incarnation was first heard of. `reported`: what its report lists and is not released yet.
+    """
+
+    report: LoadReported
     seen_s: float
-    is_accepting: bool
-    capacity_requests: int
-    capacity_tokens: int
-    num_tokens: int
+    since_s: float
     reported: set[int]
-    reserved: dict[int, tuple[float, int]] = field(default_factory=dict)
-    """Own reservations: id → (made at, tokens)."""
+    reserved: dict[int, Reservation] = field(default_factory=dict)
+
+    @property
+    def id(self) -> str:
+        return self.report.id
 
     @property
     def num_requests(self) -> int:
@@ -37,10 +47,13 @@ class Replica:
         return len(self.reported) + sum(reservation not in self.reported for reservation in self.reserved)
 
     @property
-    def num_tokens_expected(self) -> int:
-        """Tokens held there, and those of reservations its report does not know yet."""
-        on_the_way = (tokens for id, (_, tokens) in self.reserved.items() if id not in self.reported)
-        return self.num_tokens + sum(on_the_way)
+    def is_full(self) -> bool:
+        """It holds as many requests as it ever can."""
+        return self.num_requests >= self.report.capacity_requests
+
+    def on_the_way(self) -> Iterator[Reservation]:
+        """Own reservations that its report does not know yet."""
+        return (held for id, held in self.reserved.items() if id not in self.reported)
 
 
 class Ledger:
@@ -57,41 +70,31 @@ class Ledger:
         """
         for silent in [r.id for r in self._replicas.values() if now_s - r.seen_s >= EXPIRY_S]:
             self.lost(silent)
-        replica = self._replicas.get(report.id)
-        if replica is not None and replica.incarnation == report.incarnation:
-            if report.seq <= replica.seq:
+        known = self._replicas.get(report.id)
+        if known is not None and known.report.incarnation == report.incarnation:
+            if report.seq <= known.report.seq:
                 return
         else:
             self.lost(report.id)
-            replica = None
+            known = None
         reported = set(report.reservations)
-        kept = {} if replica is None else replica.reserved
-        for id in [id for id, (made_s, _) in kept.items() if id not in reported and now_s - made_s > SETTLE_S]:
+        kept = {} if known is None else known.reserved
+        for id in [id for id, held in kept.items() if id not in reported and now_s - held.made_s > SETTLE_S]:
             del kept[id], self._holder[id]
-        self._replicas[report.id] = Replica(
-            id=report.id,
-            incarnation=report.incarnation,
-            seq=report.seq,
-            seen_s=now_s,
-            is_accepting=report.is_accepting,
-            capacity_requests=report.capacity_requests,
-            capacity_tokens=report.capacity_tokens,
-            num_tokens=report.num_tokens,
-            reported=reported,
-            reserved=kept,
-        )
+        since_s = now_s if known is None else known.since_s
+        self._replicas[report.id] = Replica(report, now_s, since_s, reported, kept)
 
-    def eligible(self, excluded: list[str], now_s: float) -> list[Replica]:
+    def eligible(self, excluded: Collection[str], now_s: float) -> list[Replica]:
         """Replicas heard of lately that take new work and are not excluded, by id."""
         return [
             replica
             for id, replica in sorted(self._replicas.items())
-            if replica.is_accepting and now_s - replica.seen_s < EXPIRY_S and id not in excluded
+            if replica.report.is_accepting and now_s - replica.seen_s < EXPIRY_S and id not in excluded
         ]
 
-    def reserve(self, reservation: int, replica: Replica, num_tokens: int, now_s: float) -> None:
+    def reserve(self, reservation: int, replica: Replica, route: Route, now_s: float) -> None:
         """Note that work is on its way to a replica."""
-        replica.reserved[reservation] = (now_s, num_tokens)
+        replica.reserved[reservation] = Reservation(route, now_s)
         self._holder[reservation] = replica.id
 
     def release(self, reservation: int) -> bool:

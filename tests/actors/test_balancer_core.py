@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from actors.balancers.choice import emptiest_slots, shortest_queue
+from actors.balancers.choice import Full
+from actors.balancers.decode import emptiest_slots
 from actors.balancers.ledger import SETTLE_S, Ledger, Replica
+from actors.balancers.prefill import shortest_queue
 from actors.rules.owner import EXPIRY_S
+from schemas.routing import Route
 from tests.actors.builders import report
+
+WORK = Route(request_id="r", num_new=1)
 
 
 def replica(ledger: Ledger, id: str) -> Replica:
@@ -19,9 +25,9 @@ class TestLedger:
     def test_a_reservation_counts_at_once_and_once_only(self) -> None:
         ledger = Ledger()
         ledger.report(report("p0"), 0.0)
-        ledger.reserve(11, replica(ledger, "p0"), 100, 0.0)
+        ledger.reserve(11, replica(ledger, "p0"), Route(request_id="r", num_new=100), 0.0)
         assert replica(ledger, "p0").num_requests == 1
-        assert replica(ledger, "p0").num_tokens_expected == 100
+        assert [held.route.num_new for held in replica(ledger, "p0").on_the_way()] == [100]
         ledger.report(report("p0", seq=2, reservations=[11]), 0.1)
         assert replica(ledger, "p0").num_requests == 1
         assert ledger.release(11) and not ledger.release(11)
@@ -30,7 +36,7 @@ class TestLedger:
     def test_the_replicas_word_wins_over_a_lost_release(self) -> None:
         ledger = Ledger()
         ledger.report(report("p0"), 0.0)
-        ledger.reserve(11, replica(ledger, "p0"), 1, 0.0)
+        ledger.reserve(11, replica(ledger, "p0"), Route(request_id="r", num_new=1), 0.0)
         ledger.report(report("p0", seq=2), SETTLE_S - EXPIRY_S + 0.5)
         ledger.report(report("p0", seq=3), SETTLE_S)
         assert ledger.num_reserved == 1
@@ -42,7 +48,7 @@ class TestLedger:
         ledger.report(report("p0", seq=5, reservations=[1, 2]), 0.0)
         ledger.report(report("p0", seq=4), 0.1)
         assert replica(ledger, "p0").num_requests == 2
-        ledger.reserve(3, replica(ledger, "p0"), 1, 0.1)
+        ledger.reserve(3, replica(ledger, "p0"), Route(request_id="r", num_new=1), 0.1)
         ledger.report(report("p0", seq=1, incarnation="b"), 0.2)
         assert replica(ledger, "p0").num_requests == 0 and ledger.num_reserved == 0
 
@@ -55,7 +61,7 @@ class TestLedger:
     def test_a_silent_replica_is_lost_with_its_reservations(self) -> None:
         ledger = Ledger()
         ledger.report(report("p0"), 0.0)
-        ledger.reserve(1, replica(ledger, "p0"), 1, 0.0)
+        ledger.reserve(1, replica(ledger, "p0"), Route(request_id="r", num_new=1), 0.0)
         ledger.report(report("p1"), EXPIRY_S - 0.1)
         assert ledger.num_reserved == 1
         ledger.report(report("p1", seq=2), EXPIRY_S)
@@ -65,8 +71,8 @@ class TestLedger:
         ledger = Ledger()
         ledger.report(report("p0", reservations=[90, 91]), 0.0)
         ledger.report(report("p1"), 0.0)
-        chosen = shortest_queue(ledger.eligible([], 0.0))
-        assert chosen is not None and chosen.id == "p1"
+        chosen = shortest_queue(ledger.eligible([], 0.0), WORK, 0.0, 0)
+        assert chosen.id == "p1"
 
 
 class TestChoice:
@@ -75,26 +81,26 @@ class TestChoice:
         for id in ("p0", "p1", "p2"):
             ledger.report(report(id), 0.0)
         for reservation in range(9):
-            chosen = shortest_queue(ledger.eligible([], 0.0))
-            assert chosen is not None
-            ledger.reserve(reservation, chosen, 1, 0.0)
+            chosen = shortest_queue(ledger.eligible([], 0.0), WORK, 0.0, 0)
+            ledger.reserve(reservation, chosen, WORK, 0.0)
         assert [r.num_requests for r in ledger.eligible([], 0.0)] == [3, 3, 3]
 
     def test_full_replicas_are_no_choice(self) -> None:
         ledger = Ledger()
         ledger.report(report("p0", reservations=[1, 2, 3, 4]), 0.0)
-        assert shortest_queue(ledger.eligible([], 0.0)) is None
-        assert emptiest_slots(ledger.eligible([], 0.0)) is None
+        for choice in (shortest_queue, emptiest_slots):
+            with pytest.raises(Full):
+                choice(ledger.eligible([], 0.0), WORK, 0.0, 0)
 
     def test_decode_looks_at_the_worse_of_slots_and_tokens(self) -> None:
         ledger = Ledger()
         for id in ("d0", "d1"):
             ledger.report(report(id), 0.0)
-        ledger.reserve(1, replica(ledger, "d0"), 900, 0.0)
-        ledger.reserve(2, replica(ledger, "d1"), 10, 0.0)
-        ledger.reserve(3, replica(ledger, "d1"), 10, 0.0)
-        chosen = emptiest_slots(ledger.eligible([], 0.0))
-        assert chosen is not None and chosen.id == "d1"
+        ledger.reserve(1, replica(ledger, "d0"), Route(request_id="r", num_new=900), 0.0)
+        ledger.reserve(2, replica(ledger, "d1"), Route(request_id="r", num_new=10), 0.0)
+        ledger.reserve(3, replica(ledger, "d1"), Route(request_id="r", num_new=10), 0.0)
+        chosen = emptiest_slots(ledger.eligible([], 0.0), WORK, 0.0, 0)
+        assert chosen.id == "d1"
 
 
 class Releases(RuleBasedStateMachine):
@@ -108,10 +114,10 @@ class Releases(RuleBasedStateMachine):
 
     @rule()
     def route(self) -> None:
-        chosen = shortest_queue(self.ledger.eligible([], self.now_s))
-        if chosen is not None:
+        eligible = [replica for replica in self.ledger.eligible([], self.now_s) if not replica.is_full]
+        if eligible:
             self.next_id += 1
-            self.ledger.reserve(self.next_id, chosen, 1, self.now_s)
+            self.ledger.reserve(self.next_id, shortest_queue(eligible, WORK, self.now_s, 0), WORK, self.now_s)
             self.live.add(self.next_id)
 
     @rule(data=st.data())

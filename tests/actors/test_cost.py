@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.rules.cost import PUBLISHED, Cost, Work, fit
+from actors.rules.cost import PUBLISHED, Cost, Work, chunk_terms, fit
 
 MEASURED_MS = {4096: 245, 8192: 452, 16384: 894, 32768: 1769, 65536: 3618, 131072: 7740, 260000: 17796}
 """Time to first token of the real model (spec serving.md §3, K4)."""
@@ -15,11 +15,10 @@ MEASURED_MS = {4096: 245, 8192: 452, 16384: 894, 32768: 1769, 65536: 3618, 13107
 
 def test_the_published_coefficients_fit_the_published_measurements() -> None:
     for num_tokens, took_ms in MEASURED_MS.items():
-        assert PUBLISHED.ns(Work(num_tokens)) == pytest.approx(took_ms * 1e6, rel=0.015)
-    found, residual = fit([(Work(num), took_ms * 1_000_000) for num, took_ms in MEASURED_MS.items()])
-    assert found.request_ns == pytest.approx(PUBLISHED.request_ns, rel=0.02)
-    assert found.token_ns == pytest.approx(PUBLISHED.token_ns, rel=0.01)
-    assert found.pair_ns == pytest.approx(PUBLISHED.pair_ns, rel=0.02)
+        assert PUBLISHED.ns(Work(num_tokens).terms()) == pytest.approx(took_ms * 1e6, rel=0.015)
+    found, residual = fit([(Work(num).terms(), took_ms * 1_000_000) for num, took_ms in MEASURED_MS.items()])
+    for num_tokens, took_ms in MEASURED_MS.items():
+        assert found.ns(Work(num_tokens).terms()) == pytest.approx(took_ms * 1e6, rel=0.015)
     assert found.block_ns == 0.0 and residual < 0.01
 
 
@@ -28,12 +27,12 @@ def test_pairs_are_those_that_are_looked_at() -> None:
     for num_new, num_cached, num_replayed in ((100, 0, 0), (100, 400, 0), (100, 400, 128)):
         first = num_cached - num_replayed
         seen = sum(position + 0.5 for position in range(first, num_cached + num_new))
-        assert Work(num_new, num_cached, num_replayed).terms()[2] == seen
+        assert Work(num_new, num_cached, num_replayed).terms().pairs == seen
 
 
 def test_a_hit_costs_a_fraction() -> None:
     """64 k tokens with 95 % hit: about a fifteenth (spec serving.md §3, K4)."""
-    whole, hit = PUBLISHED.ns(Work(65536)), PUBLISHED.ns(Work(3277, 62259))
+    whole, hit = PUBLISHED.ns(Work(65536).terms()), PUBLISHED.ns(Work(3277, 62259).terms())
     assert 13 < whole / hit < 17
 
 
@@ -46,7 +45,7 @@ def test_what_was_made_of_coefficients_gives_their_times_again(
 ) -> None:
     truth, draw = Cost(*coefficients), np.random.default_rng(seed)
     works = [
-        Work(int(num_new), int(num_cached), 0, int(num_cached) // 128)
+        Work(int(num_new), int(num_cached), 0, int(num_cached) // 128).terms()
         for num_new, num_cached in zip(draw.integers(1, 50_000, 30), draw.integers(0, 200_000, 30), strict=True)
     ]
     found, residual = fit([(work, truth.ns(work)) for work in works])
@@ -57,8 +56,8 @@ def test_what_was_made_of_coefficients_gives_their_times_again(
 
 def test_outliers_are_left_out() -> None:
     draw = np.random.default_rng(1)
-    works = [Work(int(draw.integers(1, 20_000)), int(draw.integers(0, 100_000))) for _ in range(60)]
-    samples = [(work, round(PUBLISHED.ns(work) * draw.normal(1, 0.02))) for work in works]
+    works = [Work(int(draw.integers(1, 20_000)), int(draw.integers(0, 100_000))).terms() for _ in range(60)]
+    samples = [(work, PUBLISHED.ns(work) * draw.normal(1, 0.02)) for work in works]
     for number in range(0, 60, 10):
         samples[number] = (samples[number][0], samples[number][1] * 9)
     found, residual = fit(samples)
@@ -68,9 +67,22 @@ def test_outliers_are_left_out() -> None:
 
 
 def test_nothing_is_negative_and_little_is_enough() -> None:
-    found, _ = fit([(Work(100), 1_000_000)])
-    assert found.ns(Work(100)) == pytest.approx(1_000_000, rel=0.01)
-    found, _ = fit([(Work(100), 5_000_000), (Work(1000), 1_000_000)])  # the longer the faster: no model of this
-    assert min(found.request_ns, found.token_ns, found.pair_ns, found.block_ns) >= 0
+    found, _ = fit([(Work(100).terms(), 1_000_000)])
+    assert found.ns(Work(100).terms()) == pytest.approx(1_000_000, rel=0.01)
+    longer_is_faster = [(Work(100).terms(), 5_000_000), (Work(1000).terms(), 1_000_000)]
+    found, _ = fit(longer_is_faster)
+    assert min(found.step_ns, found.token_ns, found.pair_ns, found.block_ns) >= 0
     with pytest.raises(ValueError, match="nothing to fit"):
         fit([])
+
+
+@given(st.floats(0, 1e9), st.integers(0, 1_000_000), st.floats(0, 1), st.floats(0, 1e3))
+def test_the_most_that_fits_fits_and_no_more(room_ns: float, num_done: int, pair_ns: float, context_ns: float) -> None:
+    cost = Cost(1e6, 5e4, pair_ns, 0.0, context_ns=context_ns)
+
+    def added(num_tokens: int) -> float:
+        return cost.ns(chunk_terms(num_tokens, num_done, is_last=False)) - cost.step_ns
+
+    most = cost.most_tokens(room_ns, num_done)
+    assert most == 0 or added(most) <= room_ns * (1 + 1e-6)
+    assert added(most + 1) > room_ns * (1 - 1e-6)

@@ -301,6 +301,33 @@ MESSAGES: list[Message] = [
         limits=LIMITS,
         branches=[1, 70000],
     ),
+    Route(
+        request_id="r",
+        num_new=9,
+        num_cached=256,
+        num_replayed=128,
+        num_blocks=2,
+        deadline_ns=1 << 60,
+        tenant="t",
+        digest="0d" * 16,
+    ),
+    Dispatch(
+        request_id="r",
+        entrypoint="e",
+        epoch=1,
+        reservation=2,
+        balancer="b",
+        prompt=Payload(handle=HANDLE),
+        num_prompt_tokens=9,
+        sampling=SAMPLING,
+        limits=LIMITS,
+        prefix=CachedPrefix(space="s", root=PARENT, keys=KEY, images_from=256),
+        tenant="t",
+    ),
+    EncodeImage(request_id="r", image=IMAGE, reservation=2, balancer="b"),
+    HitShortened(
+        request_id="r", epoch=2, num_blocks=0, start=0, approximate=False, reason="checksum", is_returned=True
+    ),
 ]
 
 GOLDEN = [line.split() for line in Path(__file__).with_name("golden.txt").read_text().splitlines()]
