@@ -1,13 +1,10 @@
 """Prefix hits on a trace of real requests, with the real keys, table and reclaim, against what could be hit at all.
 
-The traces name blocks of 512 tokens; each stands for four of ours, with tokens drawn from its number, so that chains
-meet exactly where the trace says (spec serving.md §8). Tokens of answers are not stored: the trace names them in the
-prompts that come after.
+Tokens of answers are not stored: the trace names them in the prompts that come after.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +18,8 @@ from actors.rules.blocks import BlockTable
 from actors.rules.chain import BLOCK_TOKENS, KEY_BYTES, chain, root
 from actors.rules.hit import usable_blocks
 from actors.rules.keys import keys as as_keys
+from run.simulate.traces import SUB_BLOCKS, read_trace
 
-TRACE_TOKENS = 512  # of a block of the trace
 BUDGETS = (0.01, 0.1, 0.5, 1.0)
 NUM_BOUNDED = 2000
 """Bounded stores are tried with the first requests only, and are parts of all the blocks that these have."""
@@ -44,18 +41,17 @@ class Request:
 
 def measure_trace(path: Path, progress: Progress = lambda done: None) -> dict[str, Any]:
     """Hits as parts of all prefix blocks: the most there can be by the trace's own blocks, and ours, without a bound
-    and at `BUDGETS`. Raises OSError, and ValueError or KeyError for a file that is no trace."""
-    rows = [json.loads(line) for line in path.read_bytes().splitlines()]
+    and at `BUDGETS`. Raises TraceError."""
+    arrivals = read_trace(path)
     num_rounds = 2 + len(BUDGETS)
     requests = []
-    for number, row in enumerate(rows):
-        keys = chain(_ROOT, tokens_of(row["hash_ids"], row["input_length"]))
-        requests.append(Request(row["timestamp"] / 1000, row["input_length"], b"".join(keys)))
-        progress(number / len(rows) / num_rounds)
+    for number, arrival in enumerate(arrivals):
+        requests.append(Request(arrival.at_s, arrival.num_tokens, b"".join(chain(_ROOT, arrival.tokens()))))
+        progress(number / len(arrivals) / num_rounds)
     found: dict[str, Any] = {
         "trace_requests": len(requests),
         "trace_blocks": sum(map(len, requests)),
-        "hit_ratio_optimum": _optimum([row["hash_ids"] for row in rows]),
+        "hit_ratio_optimum": _optimum([arrival.blocks[::SUB_BLOCKS] for arrival in arrivals]),
         **_unbounded(requests),
         "bounded_requests": min(len(requests), NUM_BOUNDED),
         "hit_ratio_bounded": {},
@@ -69,19 +65,10 @@ def measure_trace(path: Path, progress: Progress = lambda done: None) -> dict[st
     return found
 
 
-def tokens_of(hash_ids: list[int], num_tokens: int) -> npt.NDArray[np.uint32]:
-    """The prompt of a request of the trace: each block's tokens follow from its number."""
-    first = np.array(hash_ids, dtype=np.uint64) * np.uint64(TRACE_TOKENS)
-    mixed = np.add.outer(first, np.arange(TRACE_TOKENS, dtype=np.uint64))
-    mixed = (mixed ^ (mixed >> np.uint64(7))) * np.uint64(0x9E3779B97F4A7C15)
-    tokens: npt.NDArray[np.uint32] = (mixed >> np.uint64(47)).astype(np.uint32)  # of a vocabulary of 131,072
-    return tokens.reshape(-1)[:num_tokens]
-
-
 _ROOT = root("trace")
 
 
-def _optimum(prompts: list[list[int]]) -> float:
+def _optimum(prompts: list[tuple[int, ...]]) -> float:
     """Of the trace's own blocks, incomplete ones too: those seen before, up to the first one that was not."""
     seen: set[int] = set()
     num_hit = 0

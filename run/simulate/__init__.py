@@ -1,0 +1,1 @@
+"""`shoal simulate`: policies of balancing compared on traces of real requests."""
