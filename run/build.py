@@ -7,7 +7,7 @@ from bus.bulk import Bulk
 from bus.bus import Bus
 from bus.files import Files, PosixFiles
 from kernels.engine import Engine
-from run.cluster import Member, ProcessSpec, without_vision
+from run.cluster import SEEING, Member, ProcessSpec, without_vision
 from run.settings import Settings, SettingsError
 from run.store import need_folder
 from schemas.message import Role
@@ -46,6 +46,10 @@ def build(member: Member, bus: Bus, bulk: Bulk, spec: ProcessSpec, settings: Set
             from actors.balancers.actor import DecodeBalancer
 
             return DecodeBalancer(member.id, bus)
+        case Role.VISION_BALANCER:
+            from actors.balancers.actor import VisionBalancer
+
+            return VisionBalancer(member.id, bus)
         case Role.VISION:
             from actors.vision.actor import Vision
             from kernels.config import ModelConfig
@@ -83,8 +87,11 @@ def build(member: Member, bus: Bus, bulk: Bulk, spec: ProcessSpec, settings: Set
 
 
 def serving(specs: tuple[ProcessSpec, ...], settings: Settings) -> tuple[ProcessSpec, ...]:
-    """What of these has something to do: without a vision tower there are no vision actors. Raises SettingsError."""
-    if all(member.role is not Role.VISION for spec in specs for member in spec.members):
+    """What of these has something to do: without a vision tower nobody sees, and nobody balances those who do.
+
+    Raises SettingsError.
+    """
+    if all(member.role not in SEEING for spec in specs for member in spec.members):
         return specs
     from actors.recipe.card import CardError, ModelCard
 

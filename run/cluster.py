@@ -15,7 +15,8 @@ from schemas.message import Role
 DEFAULT_CLUSTER = Path(__file__).parent / "clusters" / "laptop.toml"
 DEFAULT_SLOTS = 64
 COMPUTING = frozenset({Role.VISION, Role.PREFILL, Role.DECODE})
-OPTIONAL = frozenset({Role.VISION, Role.METADATA, Role.KVSTORE, Role.WRITER, Role.QUOTA})
+SEEING = frozenset({Role.VISION, Role.VISION_BALANCER})
+OPTIONAL = SEEING | {Role.METADATA, Role.KVSTORE, Role.WRITER, Role.QUOTA}
 """Without them there are no images, no cached prefixes, no limits of tenants."""
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
@@ -128,7 +129,10 @@ def _check_cluster(path: Path, specs: tuple[ProcessSpec, ...]) -> None:
                 )
             homes[member] = spec.name
     needed = [role for role in Role if role not in OPTIONAL]
-    missing = [role for role in needed if role not in {member.role for member in homes}]
+    present = {member.role for member in homes}
+    if Role.VISION in present:
+        needed.append(Role.VISION_BALANCER)
+    missing = [role for role in needed if role not in present]
     if missing:
         raise ClusterError(f'{path}: actors: there is no {missing[0]}; add "{missing[0]}/ID" to a process')
     gateways = [str(member) for member in homes if member.role is Role.GATEWAY]
@@ -138,7 +142,7 @@ def _check_cluster(path: Path, specs: tuple[ProcessSpec, ...]) -> None:
 
 def without_vision(specs: tuple[ProcessSpec, ...]) -> tuple[ProcessSpec, ...]:
     """The same cluster for a checkpoint that sees no images: a process that would only do that is not started."""
-    kept = [replace(spec, members=tuple(m for m in spec.members if m.role is not Role.VISION)) for spec in specs]
+    kept = [replace(spec, members=tuple(m for m in spec.members if m.role not in SEEING)) for spec in specs]
     return tuple(spec for spec in kept if spec.members)
 
 

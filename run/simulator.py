@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from actors.balancers.actor import DecodeBalancer, PrefillBalancer
+from actors.balancers.actor import DecodeBalancer, PrefillBalancer, VisionBalancer
 from actors.decode.actor import Decode
 from actors.entrypoint.actor import Entrypoint
 from actors.kvstore.actor import KVStore
@@ -53,9 +53,9 @@ class RecordingBroker(MemoryBroker):
 class World:
     """Actors by `role/id`, each with a wire and bulk of its own, so that it can be cut off and killed."""
 
-    def __init__(self, seed: int, broker: RecordingBroker | None = None) -> None:
+    def __init__(self, seed: int, broker: MemoryBroker | None = None) -> None:
         self.random = random.Random(seed)
-        self.broker = broker or RecordingBroker()
+        self.broker = broker or MemoryBroker()
         self.actors: dict[str, Actor] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self.wires: dict[str, MemoryWire] = {}
@@ -106,6 +106,9 @@ class World:
     async def add_balancers(self) -> None:
         await self.add(PrefillBalancer("pb0", await self.bus("prefill-balancer/pb0")))
         await self.add(DecodeBalancer("db0", await self.bus("decode-balancer/db0")))
+
+    async def add_vision_balancer(self) -> None:
+        await self.add(VisionBalancer("vb0", await self.bus("vision-balancer/vb0")))
 
     async def add_entrypoint(self, id: str) -> None:
         name = f"entrypoint/{id}"

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from actors.balancers.actor import DecodeBalancer, PrefillBalancer
+from actors.balancers.actor import Balancer
 from actors.decode.actor import Decode
 from actors.entrypoint.actor import Entrypoint
 from actors.prefill.actor import Prefill
@@ -125,7 +125,7 @@ class Core(World):
                 held[name] = len(actor.load().reservations) + len(actor._engine._requests)  # type: ignore[attr-defined]
             elif isinstance(actor, Decode):
                 held[name] = len(actor.slots) + len(actor._engine._requests)  # type: ignore[attr-defined]
-            elif isinstance(actor, PrefillBalancer | DecodeBalancer):
+            elif isinstance(actor, Balancer):
                 held[name] = actor.ledger.num_reserved
         for name, bulk in self.bulks.items():
             held[f"bulk of {name}"] = bulk.num_offers

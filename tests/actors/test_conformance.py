@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from actors.balancers.actor import DecodeBalancer, PrefillBalancer
+from actors.balancers.actor import DecodeBalancer, PrefillBalancer, VisionBalancer
 from actors.decode.actor import Decode
 from actors.entrypoint.actor import Entrypoint
 from actors.kvstore.actor import KVStore
@@ -33,6 +33,11 @@ class TestPrefillBalancer(ActorConformance):
 class TestDecodeBalancer(ActorConformance):
     def make(self, bus: Bus) -> Actor:
         return DecodeBalancer("db0", bus)
+
+
+class TestVisionBalancer(ActorConformance):
+    def make(self, bus: Bus) -> Actor:
+        return VisionBalancer("vb0", bus)
 
 
 class TestQuota(ActorConformance):

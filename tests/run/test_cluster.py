@@ -64,6 +64,7 @@ def test_threads_and_slots_can_be_set(tmp_path: Path) -> None:
         (GOOD.replace("decode/d0", "decode/all"), "write decode/ID"),
         (GOOD.replace("decode/d0", "prefill/p0"), "prefill/p0 is in prefill and in decode; rename"),
         (GOOD.replace('"recipe/r0",', ""), "there is no recipe; add"),
+        (GOOD.replace("decode/d0", 'decode/d0", "vision/v0'), 'there is no vision-balancer; add "vision-balancer/ID"'),
         (GOOD.replace("decode/d0", 'decode/d0", "gateway/g1'), "gateway/g0 and gateway/g1 would share one HTTP port"),
     ],
 )
@@ -89,7 +90,7 @@ def test_without_a_vision_tower_nobody_looks(tmp_path: Path) -> None:
     settings = Settings.from_environment({"SHOAL_MODEL": str(tmp_path)})
     kept = serving(specs, settings)
     assert [spec.name for spec in kept] == ["decode", "prefill", "front"]
-    assert {member.role for spec in kept for member in spec.members} == set(Role) - {Role.VISION}
+    assert {member.role for spec in kept for member in spec.members} == set(Role) - {Role.VISION, Role.VISION_BALANCER}
     make_card(tmp_path, image_token=IMAGE_TOKEN)
     assert serving(specs, settings) == specs
     (tmp_path / "config.json").write_text("{")
