@@ -17,7 +17,7 @@ class ResolveImage(Message, frozen=True):
 
 
 class ImageResolved(Message, frozen=True):
-    """It takes `num_tokens` positions of a prompt, delimiters included.
+    """It takes `num_tokens` positions of a prompt, delimiters included; `num_patches` are what encoding it costs.
 
     `digest` names its content as the model sees it. `pixels` is uint8 [height, width, 3], ready for the encoder; the
     replica `vision` holds it for whoever pulls, until `ReleaseImage` or the end of the lease.
@@ -29,6 +29,7 @@ class ImageResolved(Message, frozen=True):
     height: int
     num_tokens: int
     pixels: Handle
+    num_patches: int = 0
 
 
 class Image(Message, frozen=True):
@@ -41,6 +42,7 @@ class Image(Message, frozen=True):
     height: int
     vision: str
     pixels: Handle
+    num_patches: int = 0
 
 
 class EncodeImage(Message, frozen=True):

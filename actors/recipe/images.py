@@ -118,6 +118,7 @@ def expand(
             height=image.height,
             vision=image.vision,
             pixels=image.pixels,
+            num_patches=image.num_patches,
         )
         for start, image in zip(starts, resolved, strict=True)
     ]

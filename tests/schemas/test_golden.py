@@ -328,6 +328,8 @@ MESSAGES: list[Message] = [
     HitShortened(
         request_id="r", epoch=2, num_blocks=0, start=0, approximate=False, reason="checksum", is_returned=True
     ),
+    ImageResolved(vision="v", digest="d", width=28, height=42, num_tokens=4, pixels=HANDLE, num_patches=6),
+    Image(start=5, num_tokens=4, digest="d", width=28, height=42, vision="v", pixels=HANDLE, num_patches=6),
 ]
 
 GOLDEN = [line.split() for line in Path(__file__).with_name("golden.txt").read_text().splitlines()]
