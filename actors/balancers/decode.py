@@ -1,23 +1,145 @@
-"""Decode: which replica goes on with a computed prompt."""
+"""Decode: which replica goes on with a computed prompt. By room: what it will hold when all it has are at their end."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from actors.balancers.choice import Full
 from actors.balancers.ledger import Replica
+from actors.rules.load import PRIOR_OUTPUT, DecodeLoad, expected_output, promised_tokens
+from actors.rules.owner import choose
 from schemas.routing import Route
 
+FORGOTTEN_S = 2.0
+"""Who has not asked again for so long does not wait any more. Who waits asks some ten times a second."""
 
-def emptiest_slots(replicas: Sequence[Replica], route: Route, now_s: float, now_ns: int) -> Replica:
-    """The smallest worst of slot share and token share. A full replica is no choice."""
+NUM_FIRST = 32
+"""The oldest that wait get the room there is. Others wait behind them unseen, so that a long queue costs little."""
 
-    def share(replica: Replica) -> float:
-        slots = replica.num_requests / max(replica.report.capacity_requests, 1)
-        on_the_way = sum(held.route.num_new + held.route.num_cached for held in replica.on_the_way())
-        return max(slots, (replica.report.num_tokens + on_the_way) / max(replica.report.capacity_tokens, 1))
 
-    open_ones = [replica for replica in replicas if not replica.is_full]
-    if not open_ones:
-        raise Full(f"all {len(replicas)} decode replicas are full")
-    return min(open_ones, key=lambda r: (share(r), r.num_requests, r.id))
+class RoomiestInTurn:
+    """The replica where the worst of slots and tokens is smallest, with the new request there and all grown to their
+    expected end; among equals the least output still to come, then by a hash of replica and request, so that several
+    balancers do not fill the same one first.
+
+    A replica that has not room for all it has promised and the whole of this request is no choice: it would refuse.
+    Room is for who asked first in vain: a younger request gets only what those before it cannot use. When the oldest
+    fits nowhere, the roomiest replica that can ever hold it takes nobody else until it fits.
+    """
+
+    def __init__(self) -> None:
+        self._waits: dict[str, _Wait] = {}  # in the order in which they first asked in vain
+
+    def __call__(self, replicas: Sequence[Replica], route: Route, now_s: float, now_ns: int) -> Replica:
+        rooms = [_Room.of(replica) for replica in replicas]
+        older = self._older(route.request_id, now_s)
+        if len(older) < NUM_FIRST:
+            for other in older:
+                _set_aside(rooms, other)
+            if open_ones := [room for room in rooms if room.has(route)]:
+                if (wait := self._waits.get(route.request_id)) is not None:
+                    wait.asked_s, wait.is_waiting = now_s, False  # it keeps its turn: it may be refused yet
+                return _roomiest(open_ones, rooms, route)
+        self._waits.setdefault(route.request_id, _Wait(route, now_s)).ask_again(now_s)
+        raise Full(_why_not(rooms, route, len(older)))
+
+    def _older(self, request_id: str, now_s: float) -> list[Route]:
+        """Those that wait and have asked before this one: the first NUM_FIRST of them."""
+        older: list[Route] = []
+        for id, wait in list(self._waits.items()):
+            if id == request_id or len(older) == NUM_FIRST:
+                break
+            if now_s - wait.asked_s > FORGOTTEN_S:
+                del self._waits[id]
+            elif wait.is_waiting:
+                older.append(wait.route)
+        return older
+
+
+@dataclass(slots=True)
+class _Wait:
+    """Someone who asked in vain, last at `asked_s`, and has not been sent anywhere since."""
+
+    route: Route
+    asked_s: float
+    is_waiting: bool = True
+
+    def ask_again(self, now_s: float) -> None:
+        self.asked_s, self.is_waiting = now_s, True
+
+
+@dataclass(slots=True)
+class _Room:
+    """What is free of a replica: slots, and tokens not promised to anyone. `is_kept`: for someone who needs more."""
+
+    replica: Replica
+    load: DecodeLoad
+    num_slots: int
+    num_tokens: float
+    is_kept: bool = False
+
+    @classmethod
+    def of(cls, replica: Replica) -> _Room:
+        load, report = DecodeLoad.of(replica.report.detail), replica.report
+        coming = sum(_needs(held.route, load) for held in replica.on_the_way())
+        num_slots = report.capacity_requests - replica.num_requests
+        return cls(replica, load, num_slots, report.capacity_tokens - load.reserved_tokens - coming)
+
+    def has(self, route: Route) -> bool:
+        return not self.is_kept and self.num_slots > 0 and _needs(route, self.load) <= self.num_tokens
+
+    def can_ever_hold(self, route: Route) -> bool:
+        return _needs(route, self.load) <= self.replica.report.capacity_tokens
+
+    def share(self, route: Route, mean_output: float) -> tuple[float, float]:
+        """With `route` there: the worst of slots and tokens when all have grown, and the output still to come."""
+        report = self.replica.report
+        there = max(self.load.expected_tokens, report.num_tokens)
+        routes = [route, *(held.route for held in self.replica.on_the_way())]
+        output = sum(expected_output(mean_output, one.num_new) for one in routes)
+        num_tokens = there + output + sum(one.num_cached for one in routes)
+        slots = (self.replica.num_requests + 1) / report.capacity_requests
+        return max(slots, num_tokens / report.capacity_tokens), there - report.num_tokens + output
+
+
+def _needs(route: Route, load: DecodeLoad) -> int:
+    return promised_tokens(route.num_cached + route.num_new, load.max_tokens)
+
+
+def _set_aside(rooms: Sequence[_Room], route: Route) -> None:
+    """Take out of the rooms what an older request will use: room for it, or the replica that will be first to have it.
+
+    Nothing is taken from that one meanwhile, so its room only grows: the oldest waits for no more than it holds now.
+    """
+    able = [room for room in rooms if room.can_ever_hold(route) and not room.is_kept]
+    fitting = [room for room in able if room.has(route)]
+    if not able:
+        return
+    room = max(fitting or able, key=lambda r: (r.num_tokens, r.replica.id))
+    if fitting:
+        room.num_slots -= 1
+        room.num_tokens -= _needs(route, room.load)
+    else:
+        room.is_kept = True
+
+
+def _roomiest(open_ones: Sequence[_Room], rooms: Sequence[_Room], route: Route) -> Replica:
+    """Outputs on their way are as long everywhere: as they are on average, where someone knows."""
+    means = [room.load.mean_output for room in rooms if room.load.mean_output]
+    mean_output = sum(means) / len(means) if means else PRIOR_OUTPUT
+    shares = {room.replica.id: room.share(route, mean_output) for room in open_ones}
+    least = min(shares.values())
+    best = [room.replica for room in open_ones if shares[room.replica.id] == least]
+    id = choose(route.request_id, (replica.id for replica in best)) if len(best) > 1 else best[0].id
+    return next(replica for replica in best if replica.id == id)
+
+
+def _why_not(rooms: Sequence[_Room], route: Route, num_older: int) -> str:
+    if not any(room.can_ever_hold(route) for room in rooms):
+        most = max(room.replica.report.capacity_tokens for room in rooms)
+        wanted = min(_needs(route, room.load) for room in rooms)
+        return f"the request needs room for {wanted} tokens, the largest decode replica has {most} in all"
+    if num_older:
+        return f"decode is full, and {num_older} requests have waited longer"
+    return f"all {len(rooms)} decode replicas are full"

@@ -40,6 +40,9 @@ CLAIM_ATTEMPTS = 3
 PAUSE_S = 0.5
 """How long to wait at most for one of the entrypoints when all are behind."""
 
+REPORT_S = 0.1
+"""Between two reports of who came and went."""
+
 
 class Decode(Actor):
     """One task drives the engine: between steps requests arrive and leave, at each step all running ones advance.
@@ -56,7 +59,8 @@ class Decode(Actor):
         super().__init__(id, bus)
         self._bulk = bulk
         self._engine = engine
-        self.slots = Slots(engine.info.num_slots)
+        info = engine.info
+        self.slots = Slots(info.num_slots, info.capacity_tokens, info.max_tokens)
         self._arrivals: list[tuple[Generation, bytes, asyncio.Future[str]]] = []
         self._outbox = Outbox(f"{self.role}/{id}")
         self._courier = Courier(bus, TOKENS, self._outbox, self.wake, self._abandon)
@@ -66,6 +70,7 @@ class Decode(Actor):
         self._num_rows = self._num_new = 0  # requests in all steps, and the tokens they got
         self._has_work = asyncio.Event()
         self._has_sent = asyncio.Event()
+        self._has_changed = asyncio.Event()
 
     def handlers(self) -> Mapping[Subject[Any, Any], Handler]:
         return {HAND_OVER: self._on_hand_over, CANCEL_DECODE: self._on_cancel, RESEND_DECODE: self._on_resend}
@@ -77,6 +82,7 @@ class Decode(Actor):
         await self._engine.start()
         await self.keeper.start()
         self.spawn(self._step_loop())
+        self.spawn(self._report_changes())
 
     async def on_stop(self) -> None:
         self.keeper.close()
@@ -87,6 +93,7 @@ class Decode(Actor):
     def load(self) -> LoadReported:
         info = self._engine.info
         detail = {**self.keeper.detail(), "snapshots": float(len(self.keeper.snapshots))}
+        detail |= self.slots.load().detail()
         if self._num_rows:
             detail["accepted_length"] = round(self._num_new / self._num_rows, 2)
         return structs.replace(
@@ -113,6 +120,7 @@ class Decode(Actor):
         generation = None if self.is_draining else self.slots.arrive(offer)
         if generation is None:
             return Refused(reason=f"decode {self.id} has no room, or holds this request already")
+        self._has_changed.set()
         generation.filling = Filling.of(offer, info)
         span = tracer.start_span("decode", context=envelope.context)
         span.set_attribute("shoal.replica", self.id)
@@ -163,7 +171,7 @@ class Decode(Actor):
                 continue
             offer, info = generation.offer, self._engine.info
             sampling = Sampling(offer.sampling.temperature, offer.sampling.top_p, offer.sampling.seed)
-            num_tokens = min(offer.num_tokens + offer.limits.max_tokens, info.max_tokens)
+            num_tokens = generation.num_wanted(info.max_tokens)
             if self._engine.admit(generation.id, num_tokens, sampling) is not Admission.OK:
                 restored.set_result(f"decode {self.id} has no room for {num_tokens} tokens")
                 continue
@@ -194,7 +202,8 @@ class Decode(Actor):
             self._in_engine.discard(generation.id)
             self._engine.free(generation.id)
         self.keeper.forget(generation.id)
-        self.slots.leave(generation, self._now_s())
+        self.slots.leave(generation, self.now_s())
+        self._has_changed.set()
         if (span := self._spans.pop(generation.id, None)) is not None:
             end_span(span, len(generation.tokens), generation.end)
         release = Release(reservation=generation.offer.reservation)
@@ -270,8 +279,13 @@ class Decode(Actor):
 
     # Small things
 
-    def _now_s(self) -> float:
-        return asyncio.get_running_loop().time()
+    async def _report_changes(self) -> None:
+        """Balancers hear of arrivals and departures soon, and of many at once; of growth they hear by heartbeats."""
+        while True:
+            await self._has_changed.wait()
+            self._has_changed.clear()
+            await self.report_load()
+            await asyncio.sleep(REPORT_S)
 
     def _abandon(self, entrypoint: str) -> None:
         """Nobody takes tokens for this entrypoint: its requests are gone with it."""

@@ -6,9 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from actors.decode.blocks import Filling
+from actors.decode.outputs import OutputLength
 from actors.rules.emission import Held, resend_answer
+from actors.rules.load import DecodeLoad, expected_output, promised_tokens
 from schemas.handover import HandOver
-from schemas.request import Cancelled, End, Finished, FinishReason, Resend, TokensEmitted
+from schemas.request import Cancelled, End, Failed, Finished, FinishReason, Resend, TokensEmitted
 
 RETENTION_S = 30.0
 """How long an ended request can still be asked for (the entrypoint may have missed the end)."""
@@ -34,6 +36,10 @@ class Generation:
     def id(self) -> str:
         return self.offer.request_id
 
+    def num_wanted(self, max_tokens: int) -> int:
+        """Tokens to set room aside for: the prompt and the longest output, or all that the engine takes of one."""
+        return min(self.offer.num_tokens + self.offer.limits.max_tokens, max_tokens)
+
     def advance(self, new: Sequence[int], eos_token: int, max_tokens: int) -> list[int]:
         """Take one step's tokens. Those to emit: none from the end-of-sequence token on, none beyond a limit.
 
@@ -55,10 +61,17 @@ class Generation:
 
 
 class Slots:
-    """Arriving and running requests of one replica, and those that ended lately. Times are seconds."""
+    """Arriving and running requests of one replica, and those that ended lately. Times are seconds.
 
-    def __init__(self, num_slots: int) -> None:
+    Room is set aside when a request arrives, before its state is pulled, for its whole output: so a request that is
+    here never has to make way for another one's growth. `max_tokens` is the longest prompt plus output.
+    """
+
+    def __init__(self, num_slots: int, capacity_tokens: int, max_tokens: int) -> None:
         self.num_slots = num_slots
+        self.capacity_tokens = capacity_tokens
+        self.max_tokens = max_tokens
+        self.outputs = OutputLength()
         self._here: dict[str, Generation] = {}
         self._ended: dict[str, Generation] = {}
 
@@ -72,10 +85,12 @@ class Slots:
         return self._here.get(request_id)
 
     def arrive(self, offer: HandOver) -> Generation | None:
-        """Hold a slot for a request on offer. None when there is no room, or it is here already."""
+        """Hold a slot, and room, for a request on offer. None when there is not enough, or it is here already."""
         if len(self._here) >= self.num_slots or offer.request_id in self._here:
             return None
         generation = Generation(offer)
+        if self.reserved_tokens + self._promised(generation) > self.capacity_tokens:
+            return None
         self._here[generation.id] = generation
         return generation
 
@@ -102,6 +117,8 @@ class Slots:
             return
         del self._here[generation.id]
         if generation.epoch > 0:
+            if not isinstance(generation.end, Failed):
+                self.outputs.add(len(generation.tokens))
             generation.ended_s = now_s
             self._ended.pop(generation.id, None)
             self._ended[generation.id] = generation
@@ -121,3 +138,21 @@ class Slots:
     def num_tokens(self) -> int:
         """Tokens held now."""
         return sum(g.offer.num_tokens + len(g.tokens) for g in self._here.values())
+
+    @property
+    def reserved_tokens(self) -> int:
+        """Room set aside, as the engine counts it: for what is in it, and for what is about to be."""
+        return sum(map(self._promised, self._here.values()))
+
+    def load(self) -> DecodeLoad:
+        """What balancers are told."""
+        mean = self.outputs.mean
+        to_come = sum(
+            expected_output(mean, max(g.num_wanted(self.max_tokens) - g.offer.num_tokens - len(g.tokens), 0))
+            for g in self._here.values()
+            if g.end is None
+        )
+        return DecodeLoad(self.reserved_tokens, mean, self.max_tokens, self.num_tokens + to_come)
+
+    def _promised(self, generation: Generation) -> int:
+        return promised_tokens(generation.num_wanted(self.max_tokens))

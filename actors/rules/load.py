@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 
 from actors.rules.cost import PUBLISHED, Cost
+from kernels.engine import BLOCK_TOKENS
 
 _REMAINING = "remaining_ns:"
 _COST = "cost_"
@@ -40,10 +41,15 @@ class PrefillLoad:
 
 @dataclass(frozen=True, slots=True)
 class DecodeLoad:
-    """Tokens a decode replica has promised room for, prompts and whole outputs, and how long outputs usually are."""
+    """Of a decode replica: tokens it has promised room for, prompts and whole outputs, in whole blocks
+    (`promised_tokens`); how long outputs usually are there, 0 when it does not know; the longest prompt plus output it
+    takes, 0 for any; and how many tokens it expects to hold when all that it has now are at their end.
+    """
 
     reserved_tokens: float = 0.0
     mean_output: float = 0.0
+    max_tokens: float = 0.0
+    expected_tokens: float = 0.0
 
     def detail(self) -> dict[str, float]:
         """For a load report."""
@@ -53,6 +59,24 @@ class DecodeLoad:
     def of(cls, detail: Mapping[str, float]) -> DecodeLoad:
         """What a report says."""
         return cls(**{one.name: detail[one.name] for one in fields(cls) if one.name in detail})
+
+
+PRIOR_OUTPUT = 256.0
+"""Tokens of an output, where nobody knows how long outputs usually are."""
+
+
+def expected_output(mean_output: float, num_left: int) -> float:
+    """Tokens still to come of an output that may have `num_left` more. It does not matter how many there are already:
+    lengths are taken to be without memory, as those of a geometric distribution are.
+    """
+    return min(mean_output or PRIOR_OUTPUT, num_left)
+
+
+def promised_tokens(num_tokens: int, max_tokens: float = 0.0) -> int:
+    """Tokens of room that an engine sets aside for a prompt and its whole output: whole blocks. `max_tokens` is the
+    engine's longest request, 0 for any."""
+    longest = min(num_tokens, int(max_tokens)) if max_tokens else num_tokens
+    return -(-longest // BLOCK_TOKENS) * BLOCK_TOKENS
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from actors.balancers.actor import Balancer
 from actors.decode.actor import Decode
 from actors.entrypoint.actor import Entrypoint
 from actors.prefill.actor import Prefill
+from actors.rules.load import promised_tokens
 from bus.actor import Actor, Envelope, Handler
 from bus.bus import Bus
 from bus.subjects import CANCEL, RECIPE_TOKENS, SUBMIT, Subject
@@ -36,7 +37,8 @@ def info(**fields: Any) -> EngineInfo:
         "block_bytes": 64,
     }
     values = {**defaults, **fields}
-    return EngineInfo(capacity_tokens=values["num_slots"] * values["max_tokens"], **values)
+    capacity_tokens = values["num_slots"] * promised_tokens(values["max_tokens"])
+    return EngineInfo(**{"capacity_tokens": capacity_tokens, **values})
 
 
 class Listener(Actor):

@@ -11,6 +11,10 @@ STOP = Finished(reason=FinishReason.STOP)
 LENGTH = Finished(reason=FinishReason.LENGTH)
 
 
+def slots_of(num_slots: int, capacity_tokens: int = 1 << 20) -> Slots:
+    return Slots(num_slots, capacity_tokens, max_tokens=1000)
+
+
 class TestGeneration:
     def test_the_end_of_sequence_token_is_not_emitted_and_ends(self) -> None:
         generation = Generation(hand_over(max_tokens=10))
@@ -32,7 +36,7 @@ class TestGeneration:
 
 class TestSlots:
     def test_room_is_counted_from_arrival(self) -> None:
-        slots = Slots(1)
+        slots = slots_of(1)
         first = slots.arrive(hand_over("a"))
         assert first is not None and slots.arrive(hand_over("b")) is None and slots.running() == []
         first.epoch = 2
@@ -42,18 +46,18 @@ class TestSlots:
         assert len(slots) == 0 and slots.arrive(hand_over("b")) is not None
 
     def test_the_same_request_does_not_arrive_twice(self) -> None:
-        slots = Slots(4)
+        slots = slots_of(4)
         assert slots.arrive(hand_over("a")) is not None
         assert slots.arrive(hand_over("a")) is None
 
     def test_cancel_once(self) -> None:
-        slots = Slots(1)
+        slots = slots_of(1)
         generation = slots.arrive(hand_over("a"))
         assert generation is not None and slots.cancel("a") and not slots.cancel("a") and not slots.cancel("zz")
         assert generation.end == Cancelled()
 
     def test_ended_requests_can_be_asked_for_and_refused_ones_not(self) -> None:
-        slots = Slots(2)
+        slots = slots_of(2)
         kept, refused = slots.arrive(hand_over("kept")), slots.arrive(hand_over("refused"))
         assert kept is not None and refused is not None
         kept.epoch, kept.tokens, kept.end = 2, [5], STOP
