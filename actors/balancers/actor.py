@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -12,7 +11,7 @@ from opentelemetry import trace
 from actors.balancers.choice import Choice, Full
 from actors.balancers.decode import emptiest_slots
 from actors.balancers.ledger import Ledger
-from actors.balancers.prefill import shortest_queue
+from actors.balancers.prefill import ComputeQuota
 from actors.balancers.vision import fewest_patches
 from bus.actor import Actor, Envelope, Handler
 from bus.bus import Bus, BusError, fail
@@ -48,6 +47,7 @@ class Balancer(Actor):
         super().__init__(id, bus)
         self._choice = choice
         self.ledger = Ledger()
+        self._num_degraded = 0
         self._next_reservation = bus.seams.random.getrandbits(40) << 20
 
     def handlers(self) -> Mapping[Subject[Any, Any], Handler]:
@@ -60,12 +60,15 @@ class Balancer(Actor):
         await self.bus.tell(report_load(self.pool).all(), ReportLoad())
 
     def load(self) -> LoadReported:
-        known = {"replicas": float(self.ledger.num_replicas)}
+        known = {"replicas": float(self.ledger.num_replicas), "degraded": float(self._num_degraded)}
         return structs.replace(super().load(), num_running=self.ledger.num_reserved, detail=known)
 
     async def _on_route(self, route: Route, envelope: Envelope) -> Routed:
         with tracer.start_as_current_span(f"route {self.pool}", context=envelope.context) as span:
-            now_s = asyncio.get_running_loop().time()
+            now_s = self.now_s()
+            self._num_degraded += self.ledger.is_frozen(now_s)
+            if route.excluded:
+                self.ledger.refused(route.excluded[-1], now_s)
             eligible = self.ledger.eligible(route.excluded, now_s)
             if not eligible:
                 but = f" besides {', '.join(route.excluded)}" if route.excluded else ""
@@ -82,16 +85,14 @@ class Balancer(Actor):
             return Routed(replica=replica.id, reservation=reservation, balancer=self.id)
 
     async def _on_release(self, release: Release, envelope: Envelope) -> None:
-        self.ledger.release(release.reservation)
+        self.ledger.release(release.reservation, self.now_s())
 
     async def _on_load(self, report: LoadReported, envelope: Envelope) -> None:
-        self.ledger.report(report, asyncio.get_running_loop().time())
+        self.ledger.report(report, self.now_s())
 
     async def _on_exited(self, exited: ProcessExited, envelope: Envelope) -> None:
-        for member in exited.members:
-            role, _, id = member.partition("/")
-            if role == self.pool:
-                self.ledger.lost(id)
+        for id in exited.ids(self.pool):
+            self.ledger.lost(id)
 
 
 class PrefillBalancer(Balancer):
@@ -102,8 +103,8 @@ class PrefillBalancer(Balancer):
     route_subject = ROUTE_PREFILL
     release_subject = RELEASE_PREFILL
 
-    def __init__(self, id: str, bus: Bus, choice: Choice = shortest_queue) -> None:
-        super().__init__(id, bus, choice)
+    def __init__(self, id: str, bus: Bus, choice: Choice | None = None) -> None:
+        super().__init__(id, bus, choice or ComputeQuota(id))
 
 
 class DecodeBalancer(Balancer):

@@ -1,27 +1,49 @@
 """What a balancer knows of its replicas: their own reports, and the reservations it made since.
 
 The replica's ledger is the truth. A reservation counts from the moment it is made, so a burst between two reports is
-spread; it is dropped when released, when its replica is gone, or when a report that should know it does not.
+spread; it is dropped when released, when its replica is gone, or when a report that should know it does not. While no
+reports come, a reservation lives for a lease.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
+from actors.rules.cost import Cost, Work
+from actors.rules.load import PrefillLoad
 from actors.rules.owner import EXPIRY_S
+from schemas.message import Role
 from schemas.routing import LoadReported, Route
 
 SETTLE_S = 10.0
 """A reservation this old that its replica's report does not list is over (its release was lost)."""
 
+FORGET_S = 60.0
+"""A replica silent for so long, while others report, will not come back: longer than any pause of the bus, or a
+worker's restart, whose counters are worth keeping."""
+
+LEASE_S = 60.0
+LEASE_FACTOR = 4.0
+"""A reservation of a silent replica is over after LEASE_S, the longest that a hand-over may wait, and so many times as
+long as it was expected to take: its release was lost, and no report comes to say so."""
+
+_NO_TIME = PrefillLoad(cost=Cost(0.0, 0.0, 0.0, 0.0))
+"""Of pools whose reports do not speak of time."""
+
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Work on its way to a replica, or there, since `made_s`."""
+    """Work on its way to a replica, or there, since `made_s`: `ns` of it, expected to be done at `end_s`."""
 
     route: Route
     made_s: float
+    ns: float = 0.0
+    end_s: float = 0.0
+
+    def is_lapsed(self, now_s: float) -> bool:
+        """Its replica should have released it long ago. Never where nobody knows how long it takes."""
+        return self.ns > 0 and now_s - self.made_s > LEASE_S + LEASE_FACTOR * (self.end_s - self.made_s)
 
 
 @dataclass(slots=True)
@@ -29,6 +51,9 @@ class Replica:
     """One data-parallel rank as the balancer sees it: its last report, heard at `seen_s`, and what was reserved since.
 
     `since_s`: when this incarnation was first heard of. `reported`: what its report lists and is not released yet.
+    `reserved`: own reservations, of which its report does not know those that are `coming`. `work`: what its report
+    says of nanoseconds. `free_s`: when it will be out of work, or has been since: what it reported and what was
+    reserved since, worked off one after the other. `refused_s`: when it last failed to take what was routed to it.
     """
 
     report: LoadReported
@@ -36,6 +61,10 @@ class Replica:
     since_s: float
     reported: set[int]
     reserved: dict[int, Reservation] = field(default_factory=dict)
+    coming: dict[int, Reservation] = field(default_factory=dict)
+    work: PrefillLoad = _NO_TIME
+    free_s: float = 0.0
+    refused_s: float = float("-inf")
 
     @property
     def id(self) -> str:
@@ -44,16 +73,28 @@ class Replica:
     @property
     def num_requests(self) -> int:
         """Requests there or on their way, each counted once."""
-        return len(self.reported) + sum(reservation not in self.reported for reservation in self.reserved)
+        return len(self.reported) + len(self.coming)
 
     @property
     def is_full(self) -> bool:
         """It holds as many requests as it ever can."""
         return self.num_requests >= self.report.capacity_requests
 
-    def on_the_way(self) -> Iterator[Reservation]:
+    def on_the_way(self) -> Iterable[Reservation]:
         """Own reservations that its report does not know yet."""
-        return (held for id, held in self.reserved.items() if id not in self.reported)
+        return self.coming.values()
+
+    def left_s(self, now_s: float) -> float:
+        """Seconds of work there and on its way."""
+        return max(0.0, self.free_s - now_s)
+
+    def is_silent(self, now_s: float) -> bool:
+        """It was not heard of lately."""
+        return now_s - self.seen_s >= EXPIRY_S
+
+    def is_held_back(self, now_s: float) -> bool:
+        """It failed to take work, and has not reported since."""
+        return now_s - self.refused_s < EXPIRY_S
 
 
 class Ledger:
@@ -66,46 +107,80 @@ class Ledger:
     def report(self, report: LoadReported, now_s: float) -> None:
         """Take a replica's own word. Late reports of the same incarnation are ignored.
 
-        Replicas not heard of for EXPIRY_S are taken for lost.
+        Replicas not heard of for FORGET_S are taken for lost.
         """
-        for silent in [r.id for r in self._replicas.values() if now_s - r.seen_s >= EXPIRY_S]:
-            self.lost(silent)
+        for gone in [r.id for r in self._replicas.values() if now_s - r.seen_s >= FORGET_S and r.id != report.id]:
+            self.lost(gone)
         known = self._replicas.get(report.id)
-        if known is not None and known.report.incarnation == report.incarnation:
-            if report.seq <= known.report.seq:
-                return
-        else:
+        if known is not None and known.report.incarnation != report.incarnation:
             self.lost(report.id)
             known = None
+        if known is None:
+            known = Replica(report, now_s, now_s, set(), free_s=now_s)
+            self._replicas = dict(sorted([*self._replicas.items(), (report.id, known)]))
+        elif report.seq <= known.report.seq:
+            return
+        self._update(known, report, now_s)
+
+    def _update(self, replica: Replica, report: LoadReported, now_s: float) -> None:
         reported = set(report.reservations)
-        kept = {} if known is None else known.reserved
-        for id in [id for id, held in kept.items() if id not in reported and now_s - held.made_s > SETTLE_S]:
-            del kept[id], self._holder[id]
-        since_s = now_s if known is None else known.since_s
-        self._replicas[report.id] = Replica(report, now_s, since_s, reported, kept)
+        for id, held in list(replica.reserved.items()):
+            # What it listed and does not any more is over; what it never listed may still be on its way.
+            if id not in reported and (id in replica.reported or now_s - held.made_s > SETTLE_S):
+                del replica.reserved[id], self._holder[id]
+        replica.report, replica.seen_s, replica.reported = report, now_s, reported
+        replica.refused_s = float("-inf")
+        replica.coming = {id: held for id, held in replica.reserved.items() if id not in reported}
+        replica.work = PrefillLoad.of(report.detail) if report.role is Role.PREFILL else _NO_TIME
+        left_ns = replica.work.total_ns + sum(held.ns for held in replica.coming.values())
+        replica.free_s = now_s + left_ns / 1e9 if left_ns else min(replica.free_s, now_s)
 
     def eligible(self, excluded: Collection[str], now_s: float) -> list[Replica]:
-        """Replicas heard of lately that take new work and are not excluded, by id."""
-        return [
-            replica
-            for id, replica in sorted(self._replicas.items())
-            if replica.report.is_accepting and now_s - replica.seen_s < EXPIRY_S and id not in excluded
-        ]
+        """Replicas that take new work and are not excluded, by id.
+
+        Those heard of lately; when none was, the feed is frozen: all that are known. Those held back only when there
+        are no others.
+        """
+        heard = [replica for replica in self._replicas.values() if not replica.is_silent(now_s)]
+        if not heard:
+            heard = list(self._replicas.values())
+            self._lapse(heard, now_s)
+        some = [replica for replica in heard if replica.report.is_accepting and replica.id not in excluded]
+        return [replica for replica in some if not replica.is_held_back(now_s)] or some
+
+    def is_frozen(self, now_s: float) -> bool:
+        """Replicas are known, and none was heard of lately."""
+        return bool(self._replicas) and all(replica.is_silent(now_s) for replica in self._replicas.values())
 
     def reserve(self, reservation: int, replica: Replica, route: Route, now_s: float) -> None:
         """Note that work is on its way to a replica."""
-        replica.reserved[reservation] = Reservation(route, now_s)
+        work = Work(route.num_new, route.num_cached, route.num_replayed, route.num_blocks)
+        ns = replica.work.cost.ns(work.terms())
+        replica.free_s = now_s + replica.left_s(now_s) + ns / 1e9
+        held = Reservation(route, now_s, ns, replica.free_s)
+        replica.reserved[reservation] = replica.coming[reservation] = held
         self._holder[reservation] = replica.id
 
-    def release(self, reservation: int) -> bool:
+    def release(self, reservation: int, now_s: float) -> bool:
         """The work is over. False if it was not reserved here, or released before."""
         holder = self._holder.pop(reservation, None)
         if holder is None:
             return False
         replica = self._replicas[holder]
-        del replica.reserved[reservation]
+        held = replica.reserved.pop(reservation)
+        replica.coming.pop(reservation, None)
         replica.reported.discard(reservation)
+        # What was done is worked off by time already; what ends sooner than it can be done was not done.
+        replica.free_s -= max(0.0, held.ns / 1e9 - (now_s - held.made_s))
+        if not replica.num_requests:
+            replica.free_s = min(replica.free_s, now_s)
         return True
+
+    def refused(self, id: str, now_s: float) -> None:
+        """A replica did not take what was routed to it: others first, until its next report."""
+        replica = self._replicas.get(id)
+        if replica is not None:
+            replica.refused_s = now_s
 
     def lost(self, id: str) -> None:
         """A replica is gone, and all that was reserved there. Idempotent."""
@@ -113,6 +188,11 @@ class Ledger:
         if replica is not None:
             for reservation in replica.reserved:
                 del self._holder[reservation]
+
+    def _lapse(self, replicas: Iterable[Replica], now_s: float) -> None:
+        for replica in replicas:
+            for id in [id for id, held in replica.reserved.items() if held.is_lapsed(now_s)]:
+                self.release(id, now_s)
 
     @property
     def num_reserved(self) -> int:

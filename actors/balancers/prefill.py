@@ -1,17 +1,89 @@
-"""Prefill: which replica gets the next prompt."""
+"""Prefill: which replica gets the next prompt. By time: what it has to do, and what this costs there."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 from actors.balancers.choice import Full
 from actors.balancers.ledger import Replica
+from actors.rules.cost import Work
 from schemas.routing import Route
 
+RAMP_S = 10.0
+RAMP_START = 0.25
+"""A replica heard of for less than RAMP_S counts as slower, by this factor at first: its costs are those of a few
+dummy prompts, its caches are cold, and many balancers see it empty at once. It takes five heartbeats to be known."""
 
-def shortest_queue(replicas: Sequence[Replica], route: Route, now_s: float, now_ns: int) -> Replica:
-    """Fewest requests. A full replica is no choice."""
-    open_ones = [replica for replica in replicas if not replica.is_full]
-    if not open_ones:
-        raise Full(f"all {len(replicas)} prefill replicas are full")
-    return min(open_ones, key=lambda r: (r.num_requests, r.id))
+MAX_WAIT_S = 240.0
+"""Queueing longer than this is hopeless, also without a deadline. Both official SDKs give up after 600 s: this leaves
+two minutes to compute the longest prompt, and four to answer."""
+
+
+class ComputeQuota:
+    """The replica that would be done first: argmin of (outstanding + cost) / ramp, in the replica's own nanoseconds.
+
+    What is done when, is asked of totals: whose work waits there does not matter to the choice. It matters to whether
+    there is one: a replica serves its tenants in turns, so that a tenant waits for its own work and as much of each
+    other's, or for all of it if that is less. When even that is later than the deadline, or than MAX_WAIT_S, the
+    request is refused, and the tenant that floods is refused first.
+
+    `seed` decides among equals, differently in each balancer, so that several do not fill the same one first.
+    """
+
+    def __init__(self, seed: str) -> None:
+        self._seed = seed
+        self._ranks: dict[str, bytes] = {}
+
+    def __call__(self, replicas: Sequence[Replica], route: Route, now_s: float, now_ns: int) -> Replica:
+        terms = Work(route.num_new, route.num_cached, route.num_replayed, route.num_blocks).terms()
+        best, best_s, best_ns = None, 0.0, 0.0
+        for replica in replicas:
+            if replica.is_full:
+                continue
+            cost_ns = replica.work.cost.ns(terms)
+            end_s = (replica.left_s(now_s) + cost_ns / 1e9) / ramp(now_s - replica.since_s)
+            if best is None or end_s < best_s or (end_s == best_s and self._order(replica) < self._order(best)):
+                best, best_s, best_ns = replica, end_s, cost_ns
+        if best is None:
+            raise Full(f"all {len(replicas)} prefill replicas are full")
+        self._check(best, route, best_ns / 1e9, now_s, now_ns)
+        return best
+
+    def _order(self, replica: Replica) -> tuple[float, bytes]:
+        """Among equals: who has been idle longest."""
+        rank = self._ranks.get(replica.id)
+        if rank is None:
+            rank = hashlib.blake2b(f"{self._seed}\0{replica.id}".encode(), digest_size=8).digest()
+            self._ranks[replica.id] = rank
+        return replica.free_s, rank
+
+    def _check(self, replica: Replica, route: Route, cost_s: float, now_s: float, now_ns: int) -> None:
+        """Raises Full when it would be too late even there."""
+        wait_s = expected_wait_s(replica, route.tenant, cost_s, now_s)
+        late_s = wait_s - MAX_WAIT_S
+        if late_s > 0:
+            raise Full(f"prefill has {wait_s:.0f} s of work before this request", late_s)
+        if route.deadline_ns:
+            late_s = wait_s + cost_s - (route.deadline_ns - now_ns) / 1e9
+            if late_s > 0:
+                raise Full(f"prefill would be done with this request {late_s:.1f} s after its deadline", late_s)
+
+
+def ramp(age_s: float) -> float:
+    """How fast a replica counts that has been heard of for so long, as a part of its speed."""
+    return min(1.0, RAMP_START + (1.0 - RAMP_START) * age_s / RAMP_S)
+
+
+def expected_wait_s(replica: Replica, tenant: str, cost_s: float, now_s: float) -> float:
+    """How long a request of `tenant` that takes `cost_s` waits there, beside the time it is computed itself."""
+    left_s = replica.left_s(now_s)
+    if not left_s:
+        return 0.0
+    by_tenant = dict(replica.work.remaining_ns)
+    for held in replica.on_the_way():
+        by_tenant[held.route.tenant] = by_tenant.get(held.route.tenant, 0.0) + held.ns
+    own_ns = by_tenant.pop(tenant, 0.0)
+    others = [ns for ns in by_tenant.values() if ns > 0]
+    own_s = left_s * own_ns / (own_ns + sum(others)) if own_ns else 0.0
+    return min(left_s, (1 + len(others)) * (own_s + cost_s) - cost_s)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from msgspec import structs
 
 from actors.balancers.choice import Full
 from actors.balancers.decode import emptiest_slots
-from actors.balancers.ledger import SETTLE_S, Ledger, Replica
-from actors.balancers.prefill import shortest_queue
+from actors.balancers.ledger import FORGET_S, SETTLE_S, Ledger, Replica
+from actors.balancers.prefill import ComputeQuota
 from actors.rules.owner import EXPIRY_S
 from schemas.routing import Route
 from tests.actors.builders import report
@@ -30,7 +31,7 @@ class TestLedger:
         assert [held.route.num_new for held in replica(ledger, "p0").on_the_way()] == [100]
         ledger.report(report("p0", seq=2, reservations=[11]), 0.1)
         assert replica(ledger, "p0").num_requests == 1
-        assert ledger.release(11) and not ledger.release(11)
+        assert ledger.release(11, 0.2) and not ledger.release(11, 0.2)
         assert replica(ledger, "p0").num_requests == 0
 
     def test_the_replicas_word_wins_over_a_lost_release(self) -> None:
@@ -56,22 +57,25 @@ class TestLedger:
         ledger = Ledger()
         ledger.report(report("p0"), 0.0)
         assert ledger.eligible(["p0"], 0.0) == []
+        ledger.report(structs.replace(report("p1"), is_accepting=False), 0.0)
+        assert [r.id for r in ledger.eligible([], EXPIRY_S - 0.1)] == ["p0"]
+        ledger.report(structs.replace(report("p1", seq=2), is_accepting=False), EXPIRY_S)
         assert ledger.eligible([], EXPIRY_S) == []
 
-    def test_a_silent_replica_is_lost_with_its_reservations(self) -> None:
+    def test_a_replica_silent_for_long_is_lost_with_its_reservations(self) -> None:
         ledger = Ledger()
         ledger.report(report("p0"), 0.0)
         ledger.reserve(1, replica(ledger, "p0"), Route(request_id="r", num_new=1), 0.0)
-        ledger.report(report("p1"), EXPIRY_S - 0.1)
+        ledger.report(report("p1"), FORGET_S - 0.1)
         assert ledger.num_reserved == 1
-        ledger.report(report("p1", seq=2), EXPIRY_S)
+        ledger.report(report("p1", seq=2), FORGET_S)
         assert ledger.num_reserved == 0 and ledger.num_replicas == 1
 
     def test_reservations_another_balancer_made_are_seen(self) -> None:
         ledger = Ledger()
         ledger.report(report("p0", reservations=[90, 91]), 0.0)
         ledger.report(report("p1"), 0.0)
-        chosen = shortest_queue(ledger.eligible([], 0.0), WORK, 0.0, 0)
+        chosen = ComputeQuota("pb0")(ledger.eligible([], 0.0), WORK, 0.0, 0)
         assert chosen.id == "p1"
 
 
@@ -81,14 +85,14 @@ class TestChoice:
         for id in ("p0", "p1", "p2"):
             ledger.report(report(id), 0.0)
         for reservation in range(9):
-            chosen = shortest_queue(ledger.eligible([], 0.0), WORK, 0.0, 0)
+            chosen = ComputeQuota("pb0")(ledger.eligible([], 0.0), WORK, 0.0, 0)
             ledger.reserve(reservation, chosen, WORK, 0.0)
         assert [r.num_requests for r in ledger.eligible([], 0.0)] == [3, 3, 3]
 
     def test_full_replicas_are_no_choice(self) -> None:
         ledger = Ledger()
         ledger.report(report("p0", reservations=[1, 2, 3, 4]), 0.0)
-        for choice in (shortest_queue, emptiest_slots):
+        for choice in (ComputeQuota("pb0"), emptiest_slots):
             with pytest.raises(Full):
                 choice(ledger.eligible([], 0.0), WORK, 0.0, 0)
 
@@ -117,16 +121,16 @@ class Releases(RuleBasedStateMachine):
         eligible = [replica for replica in self.ledger.eligible([], self.now_s) if not replica.is_full]
         if eligible:
             self.next_id += 1
-            self.ledger.reserve(self.next_id, shortest_queue(eligible, WORK, self.now_s, 0), WORK, self.now_s)
+            self.ledger.reserve(self.next_id, ComputeQuota("pb0")(eligible, WORK, self.now_s, 0), WORK, self.now_s)
             self.live.add(self.next_id)
 
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         if self.live:
             reservation = data.draw(st.sampled_from(sorted(self.live)))
-            assert self.ledger.release(reservation)
+            assert self.ledger.release(reservation, self.now_s)
             self.live.discard(reservation)
-            assert not self.ledger.release(reservation)
+            assert not self.ledger.release(reservation, self.now_s)
 
     @rule(id=st.sampled_from(["p0", "p1"]), data=st.data())
     def hear(self, id: str, data: st.DataObject) -> None:
