@@ -5,13 +5,19 @@
 for q tokens to compute behind c cached ones of which r are replayed, and so many blocks to load. Computed behind c - r
 tokens, q + r of them see (q + r)(c - r) + (q + r)² / 2 pairs.
 
-That is what is published. Measured, a bounded prompt also pays for its last window, which alone passes the decoder
-layers and sees the whole context there, and each step for having its context at hand: three terms more, without which
-the median error is 10 % and not 5 %. They are zero where they are not known.
+That is what is published. Measured, three terms more are needed; they are zero where they are not known:
+
+- the last window of a bounded prompt, which alone passes the decoder layers and sees the whole context there: so much
+  for each of its tokens, and for each pair. An exact prompt is one whose last window is all of it, nothing else;
+- a step has its context at hand: so much for each token of it. A prompt of many steps pays that, and `a`, in each, so a
+  cost says how many tokens a step computes at most (`step_tokens`).
+
+`shoal bench cost` says how far off that is, and how far the bare quadratic.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -42,26 +48,38 @@ class Terms(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What is to be done for one prompt; counts of tokens, and of blocks."""
+    """What is to be done for one prompt, to its end; counts of tokens, and of blocks. `is_exact`: all layers compute
+    all tokens."""
 
     num_new: int
     num_cached: int = 0
     num_replayed: int = 0
     num_blocks: int = 0
+    is_exact: bool = False
 
-    def terms(self) -> Terms:
-        """Of all of it in one step, to the end of the prompt."""
-        start = self.num_cached - self.num_replayed
-        return chunk_terms(self.num_new + self.num_replayed, start, is_last=True)._replace(blocks=self.num_blocks)
+    def terms(self, step_tokens: int = 0) -> Terms:
+        """Of all of it, in steps of its own of so many tokens, the last one shorter; 0: in one step."""
+        num_tokens, start = self.num_new + self.num_replayed, self.num_cached - self.num_replayed
+        whole = chunk_terms(num_tokens, start, is_exact=self.is_exact)
+        num_before = max(0, num_tokens - 1) // step_tokens if step_tokens else 0
+        return whole._replace(
+            steps=1 + num_before,
+            blocks=self.num_blocks,
+            context=whole.context + num_before * start + step_tokens * num_before * (num_before + 1) / 2,
+        )
 
 
-def chunk_terms(num_tokens: int, num_done: int, *, is_last: bool) -> Terms:
-    """Of a step that computes the next `num_tokens` of one prompt, of which `num_done` are; to its end, or not."""
+def chunk_terms(
+    num_tokens: int, num_done: int, num_behind: int = 0, *, is_last: bool = True, is_exact: bool = False
+) -> Terms:
+    """Of a step that computes the next `num_tokens` of one prompt, of which `num_done` are, and `num_behind` follow;
+    of one that is not the last, if that is all that is known, a window or more. `is_exact`: see `Work`."""
     end = num_done + num_tokens
-    tail = min(num_tokens, WINDOW) if is_last else 0
+    pairs = num_tokens * num_done + num_tokens * num_tokens / 2
+    tail = num_tokens if is_exact else max(0, min(num_tokens, WINDOW - num_behind)) if is_last else 0
     return Terms(
         tokens=num_tokens,
-        pairs=num_tokens * num_done + num_tokens * num_tokens / 2,
+        pairs=pairs,
         tail_tokens=tail,
         tail_pairs=tail * (end - tail / 2),
         context=end,
@@ -76,7 +94,8 @@ def step_terms(chunks: Sequence[Terms]) -> Terms:
 @dataclass(frozen=True, slots=True)
 class Cost:
     """Coefficients in nanoseconds: of a step, a token, a pair of tokens, a block to load; of a token of the last window
-    and of a pair of these with what they see; of a token of context."""
+    and of a pair of these with what they see; of a token of context. `step_tokens`: the most that a step computes, 0
+    if there is no limit."""
 
     step_ns: float
     token_ns: float
@@ -85,6 +104,11 @@ class Cost:
     tail_token_ns: float = 0.0
     tail_pair_ns: float = 0.0
     context_ns: float = 0.0
+    step_tokens: float = 0.0
+
+    def work_ns(self, work: Work) -> float:
+        """The time of a whole prompt that is computed alone."""
+        return self.ns(work.terms(int(self.step_tokens)))
 
     def ns(self, terms: Terms) -> float:
         """The time of this."""
@@ -103,14 +127,18 @@ class Cost:
         half_pair = self.pair_ns / 2
         linear = self.token_ns + self.pair_ns * num_done + self.context_ns
         room = room_ns - self.context_ns * num_done
-        if room <= 0 or linear <= 0:
+        if room <= 0:
             return 0
+        if linear == half_pair == 0:
+            return sys.maxsize  # an engine that takes no time
         # The positive root, in the form that does not cancel.
         return int(2 * room / (linear + (linear * linear + 4 * half_pair * room) ** 0.5))
 
 
 PUBLISHED = Cost(step_ns=36.7e6, token_ns=50.5e3, pair_ns=0.134, block_ns=0.0)
 """Of the real model on eight H100 (spec serving.md §3, K4). What loading takes is not published."""
+
+
 def fit(samples: Sequence[tuple[Terms, float]]) -> tuple[Cost, float]:
     """The coefficients, none of them negative, that fit measured (terms, nanoseconds) best, and the median of what is
     left, as a part of the measured. Errors count relative to the time: a short prompt matters as much as a long one.

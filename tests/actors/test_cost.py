@@ -30,6 +30,30 @@ def test_pairs_are_those_that_are_looked_at() -> None:
         assert Work(num_new, num_cached, num_replayed).terms().pairs == seen
 
 
+@pytest.mark.parametrize("is_exact", [False, True])
+@pytest.mark.parametrize(("num_new", "num_cached", "num_replayed"), [(1, 0, 0), (640, 0, 0), (513, 256, 128)])
+def test_a_prompt_of_many_steps_is_the_sum_of_them(
+    num_new: int, num_cached: int, num_replayed: int, is_exact: bool
+) -> None:
+    """The last window may be cut, too: those of its tokens in the step before the last count there."""
+    work = Work(num_new, num_cached, num_replayed, 7, is_exact)
+    done, end = num_cached - num_replayed, num_cached + num_new
+    steps = []
+    while done < end:
+        num_tokens = min(256, end - done)
+        steps.append(chunk_terms(num_tokens, done, end - done - num_tokens, is_exact=is_exact))
+        done += num_tokens
+    total = [sum(column) for column in zip(*steps, strict=True)]
+    assert work.terms(256)._replace(blocks=0) == tuple(total)
+    cost = Cost(1e6, 5e4, 0.1, 3e3, 2e4, 0.3, 7.0, step_tokens=256.0)
+    assert cost.work_ns(work) == pytest.approx(sum(map(cost.ns, steps)) + 7 * 3e3)
+    assert cost.ns(work.terms()) < cost.work_ns(work) or len(steps) == 1
+
+
+def test_an_engine_that_takes_no_time_has_no_limit() -> None:
+    assert Cost(1.0, 0.0, 0.0, 0.0).most_tokens(1.0, 5) > 1 << 40
+
+
 def test_a_hit_costs_a_fraction() -> None:
     """64 k tokens with 95 % hit: about a fifteenth (spec serving.md §3, K4)."""
     whole, hit = PUBLISHED.ns(Work(65536).terms()), PUBLISHED.ns(Work(3277, 62259).terms())
