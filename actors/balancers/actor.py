@@ -9,7 +9,7 @@ from msgspec import structs
 from opentelemetry import trace
 
 from actors.balancers.choice import Choice, Full
-from actors.balancers.decode import emptiest_slots
+from actors.balancers.decode import RoomiestInTurn
 from actors.balancers.ledger import Ledger
 from actors.balancers.prefill import ComputeQuota
 from actors.balancers.vision import fewest_patches
@@ -116,7 +116,7 @@ class DecodeBalancer(Balancer):
     release_subject = RELEASE_DECODE
 
     def __init__(self, id: str, bus: Bus) -> None:
-        super().__init__(id, bus, emptiest_slots)
+        super().__init__(id, bus, RoomiestInTurn())
 
 
 class VisionBalancer(Balancer):

@@ -8,7 +8,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from msgspec import structs
 
 from actors.balancers.choice import Full
-from actors.balancers.decode import emptiest_slots
 from actors.balancers.ledger import FORGET_S, SETTLE_S, Ledger, Replica
 from actors.balancers.prefill import ComputeQuota
 from actors.rules.owner import EXPIRY_S
@@ -92,19 +91,8 @@ class TestChoice:
     def test_full_replicas_are_no_choice(self) -> None:
         ledger = Ledger()
         ledger.report(report("p0", reservations=[1, 2, 3, 4]), 0.0)
-        for choice in (ComputeQuota("pb0"), emptiest_slots):
-            with pytest.raises(Full):
-                choice(ledger.eligible([], 0.0), WORK, 0.0, 0)
-
-    def test_decode_looks_at_the_worse_of_slots_and_tokens(self) -> None:
-        ledger = Ledger()
-        for id in ("d0", "d1"):
-            ledger.report(report(id), 0.0)
-        ledger.reserve(1, replica(ledger, "d0"), Route(request_id="r", num_new=900), 0.0)
-        ledger.reserve(2, replica(ledger, "d1"), Route(request_id="r", num_new=10), 0.0)
-        ledger.reserve(3, replica(ledger, "d1"), Route(request_id="r", num_new=10), 0.0)
-        chosen = emptiest_slots(ledger.eligible([], 0.0), WORK, 0.0, 0)
-        assert chosen.id == "d1"
+        with pytest.raises(Full):
+            ComputeQuota("pb0")(ledger.eligible([], 0.0), WORK, 0.0, 0)
 
 
 class Releases(RuleBasedStateMachine):
