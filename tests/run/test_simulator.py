@@ -10,7 +10,7 @@ from bus.bus import Bus, Delivery
 from bus.subjects import INBOX_PREFIX, api
 from kernels.timed import StepCost
 from run.settings import DEFAULT_MODEL
-from run.simulator import World, engine_for
+from run.simulator import RecordingBroker, World, engine_for
 from run.virtual import run_virtual
 from schemas.api import Protocol
 
@@ -38,7 +38,8 @@ async def chat(bus: Bus, name: str, body: dict[str, object]) -> list[dict[str, o
 
 async def story(seed: int) -> tuple[str, int, list[int]]:
     """A small day of a small system: clients come at random times, a worker is killed. Its history."""
-    world = World(seed)
+    broker = RecordingBroker()
+    world = World(seed, broker)
     card = ModelCard.from_folder(DEFAULT_MODEL)
     await world.add_balancers()
     for id in ("p0", "p1"):
@@ -66,7 +67,7 @@ async def story(seed: int) -> tuple[str, int, list[int]]:
     lengths = await asyncio.gather(*clients)
     await asyncio.sleep(60.0)
     await world.stop()
-    return world.broker.history, world.broker.num_messages, lengths
+    return broker.history, broker.num_messages, lengths
 
 
 def test_one_seed_gives_one_history() -> None:

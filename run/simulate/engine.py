@@ -1,0 +1,154 @@
+"""An engine that only spends time, by a `Truth`, and spends it fast: decode steps in which nothing happens are one.
+
+It keeps the Engine contract without tokens that mean anything: what a policy does not change is not simulated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kernels.engine import Admission, Chunk, EngineInfo, ImageRows, Prefix, Sampling
+from run.simulate.truth import Piece, Truth
+
+_STATE = struct.Struct("<Q")
+_SOME_TOKEN = 7
+
+
+@dataclass(slots=True)
+class _Request:
+    num_reserved: int
+    bounded_prompt: int
+    num_tokens: int = 0
+    num_steps: int = 0
+    num_emitted: int = 0
+
+
+class SimEngine:
+    """One replica's. `outputs`: how many tokens the answer to each request has, which nobody else knows.
+
+    `speed`: of its steps; `mean_accepted`: tokens a decode step yields for one request, drafts included.
+    """
+
+    def __init__(
+        self,
+        info: EngineInfo,
+        truth: Truth,
+        outputs: Mapping[str, int],
+        *,
+        speed: float,
+        chance: random.Random,
+        mean_accepted: float = 3.0,
+    ) -> None:
+        self._info = info
+        self._truth = truth
+        self._outputs = outputs
+        self._speed = speed
+        self._chance = chance
+        self._mean_accepted = mean_accepted
+        self._requests: dict[str, _Request] = {}
+        self._num_reserved = 0
+        self._news = asyncio.Event()
+        self.busy_s = 0.0
+        self.started_s: dict[str, float] = {}
+        """When the first step of each prompt began, by the loop's clock."""
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._info
+
+    async def start(self) -> None:
+        """There is nothing to load."""
+
+    async def close(self) -> None:
+        self._requests.clear()
+
+    def nudge(self) -> None:
+        """Something waits: decode steps that are taken as one end at the next border."""
+        self._news.set()
+
+    def admit(self, key: str, num_tokens: int, sampling: Sampling, *, bounded_prompt: int = 0) -> Admission:
+        if num_tokens > min(self._info.max_tokens, self._info.capacity_tokens):
+            return Admission.NEVER
+        if len(self._requests) >= self._info.num_slots or self._num_reserved + num_tokens > self._info.capacity_tokens:
+            return Admission.LATER
+        self._requests[key] = _Request(num_tokens, bounded_prompt)
+        self._num_reserved += num_tokens
+        return Admission.OK
+
+    def attach(self, key: str, images: Sequence[ImageRows]) -> None:
+        """Images take no time of their own."""
+
+    def free(self, key: str) -> None:
+        if (request := self._requests.pop(key, None)) is not None:
+            self._num_reserved -= request.num_reserved
+
+    async def resume(self, key: str, prefix: Prefix) -> int:
+        request = self._requests[key]
+        request.num_tokens = len(prefix.tokens) - (0 if prefix.windows is not None else 128)
+        return request.num_tokens
+
+    async def blocks(self, key: str, first: int, num: int) -> list[bytes]:
+        return [b""] * num
+
+    async def windows(self, key: str, num_tokens: int) -> bytes | None:
+        return b""
+
+    async def export(self, key: str) -> bytes:
+        return _STATE.pack(self._requests[key].num_tokens)
+
+    async def restore(self, key: str, state: bytes) -> None:
+        (self._requests[key].num_tokens,) = _STATE.unpack(state)
+
+    async def prefill(self, chunks: Sequence[Chunk]) -> int:
+        now_s, pieces = asyncio.get_running_loop().time(), []
+        for chunk in chunks:
+            request, num_tokens = self._requests[chunk.key], len(chunk.tokens)
+            self.started_s.setdefault(chunk.key, now_s)
+            is_last = request.num_tokens + num_tokens == request.bounded_prompt
+            pieces.append(Piece(num_tokens, request.num_tokens, is_last))
+            request.num_tokens += num_tokens
+        took_ns = self._truth.prefill_ns(pieces) * self._truth.disturbed(self._chance) / self._speed
+        self.busy_s += took_ns / 1e9
+        await asyncio.sleep(took_ns / 1e9)
+        return round(took_ns)
+
+    async def decode(self, keys: Sequence[str]) -> list[list[int]]:
+        """As many steps as nothing happens in: the first one of a request is taken alone, and the last of one ends
+        them all."""
+        requests = [(self._requests[key], self._outputs[key]) for key in keys]
+        step_s = self._truth.decode_ns(len(keys)) * self._truth.disturbed(self._chance) / self._speed / 1e9
+        num_steps = min(self._steps_left(request, num_output) for request, num_output in requests)
+        self._news.clear()
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        if num_steps > 1:
+            try:
+                async with asyncio.timeout(num_steps * step_s):
+                    await self._news.wait()
+                num_steps = min(num_steps, max(1, math.ceil((loop.time() - began_s) / step_s - 1e-9)))
+            except TimeoutError:
+                pass  # nothing happened
+        await asyncio.sleep(began_s + num_steps * step_s - loop.time())
+        self.busy_s += num_steps * step_s
+        return [self._advance(request, num_output, num_steps) for request, num_output in requests]
+
+    def _steps_left(self, request: _Request, num_output: int) -> int:
+        if not request.num_steps:
+            return 1
+        return max(1, math.ceil(num_output / self._mean_accepted) + 1 - request.num_steps)
+
+    def _advance(self, request: _Request, num_output: int, num_steps: int) -> list[int]:
+        """The tokens of so many steps: one of the first, `mean_accepted` on average of the others."""
+        request.num_steps += num_steps
+        wanted = 1 + math.floor((request.num_steps - 1) * self._mean_accepted)
+        num_new = min(wanted, num_output) - request.num_emitted
+        request.num_emitted += num_new
+        tokens = [_SOME_TOKEN] * num_new
+        if wanted > num_output:
+            tokens.append(self._info.eos_token)
+        return tokens
