@@ -130,16 +130,17 @@ class Engine(Protocol):
         ...
 
     def attach(self, key: str, images: Sequence[ImageRows]) -> None:
-        """Give the images of an admitted request's prompt, once, before its first chunk.
+        """Give the images of an admitted request's prompt, once, before its first chunk and before `resume`.
 
         Their rows take the place of token embeddings; the prompt has the model's image token at all their positions.
+        Those that end at or before the position that `resume` will return may be left out: nothing reads them.
         Raises ValueError, before anything changes, for a request with state, a model without vision, rows of the wrong
         size or not finite, or spans that overlap or reach past the reservation.
         """
         ...
 
     async def resume(self, key: str, prefix: Prefix) -> int:
-        """Fill an admitted slot, images attached or not, with blocks of its prompt. The position prefill goes on from:
+        """Fill an admitted slot, its images attached, with blocks of its prompt. The position prefill goes on from:
         the end of the prefix, or one window (of the published model: a block) before it when there are no windows.
 
         A request that goes on from windows is bit for bit one that was computed from its start. Windows of decoder
@@ -161,7 +162,11 @@ class Engine(Protocol):
         ...
 
     async def prefill(self, chunks: Sequence[Chunk]) -> int:
-        """One batched step over all chunks; the elapsed nanoseconds. Any cut of a prompt gives the same state."""
+        """One batched step over all chunks; the elapsed nanoseconds. Any cut of a prompt gives the same state.
+
+        Raises ValueError, before anything changes, when the images attached do not stand where the image tokens are:
+        an engine that computes would have to make an image up, or read one where text is.
+        """
         ...
 
     async def export(self, key: str) -> bytes:

@@ -167,11 +167,22 @@ class LocalEngine:
         self._model = self._pool = None
 
     def _check_tokens(self, key: str, request: SlotRequest, tokens: Tokens) -> None:
-        """Raises ValueError unless the next `tokens` are image tokens where the request has images."""
+        """Raises ValueError unless the next `tokens` are image tokens where the request has images, and nowhere else.
+
+        No text has that token, and its own embedding means nothing: without rows it is an image that was not given.
+        """
+        if self._config.image_token_id is None:
+            return
+        is_image = tokens == self._config.image_token_id
         for start, rows in request.images:
             begin = start - request.num_tokens
-            if (tokens[max(begin, 0) : max(begin + len(rows), 0)] != self._config.image_token_id).any():
+            span = is_image[max(begin, 0) : max(begin + len(rows), 0)]
+            if not span.all():
                 raise ValueError(f"request {key}: no image tokens where its image at position {start} is")
+            span[:] = False
+        if is_image.any():
+            position = request.num_tokens + int(is_image.argmax())
+            raise ValueError(f"request {key}: the image at position {position} was not attached")
 
     def _loaded(self) -> tuple[Model, StatePool]:
         if self._model is None or self._pool is None:

@@ -7,6 +7,7 @@ import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +27,8 @@ from kernels.engine import (
 from kernels.requests import NONE, Request, Requests, check_restored
 from kernels.seal import seal, unseal
 
-_BODY = struct.Struct("<QQq")  # digest, number of tokens, the sampled token that is not yet fed or -1
+_BODY = struct.Struct("<QQQq")  # digest, `drawn`, number of tokens, the sampled token that is not yet fed or -1
+_END = struct.Struct("<QQ")
 _WINDOWS = struct.Struct("<QQ")  # number of tokens, digest
 _WINDOW = 128
 _MASK = 2**64 - 1
@@ -44,13 +46,15 @@ class StepCost:
 
 @dataclass(slots=True)
 class _Request(Request):
-    """`digest` of the tokens so far and of the images that begin among them; `ends`: what it was at each block's end.
+    """`digest` of the tokens so far and of the images that begin among them; `drawn`: the part in it of images that
+    begin in the block at hand. `ends`: what both were at each block's end.
 
     `images`: start and digest of those that begin further on. `first`: from there on there would be window rows.
     """
 
     digest: int = 0
-    ends: list[int] = field(default_factory=list)
+    drawn: int = 0
+    ends: list[tuple[int, int]] = field(default_factory=list)
     images: list[tuple[int, int]] = field(default_factory=list)
     first: int = 0
 
@@ -67,9 +71,12 @@ class _Request(Request):
         """The tokens before that one are in the digest; it is at most the end of the block."""
         self.num_tokens = num_tokens
         while self.images and self.images[0][0] < num_tokens:
-            self.digest = (self.digest + self.images.pop(0)[1]) & _MASK
-        if num_tokens == BLOCK_TOKENS * (len(self.ends) + 1):
-            self.ends.append(self.digest)
+            part = self.images.pop(0)[1]
+            self.digest, self.drawn = (self.digest + part) & _MASK, (self.drawn + part) & _MASK
+        if num_tokens % BLOCK_TOKENS == 0:
+            if num_tokens == BLOCK_TOKENS * (len(self.ends) + 1):  # not replayed
+                self.ends.append((self.digest, self.drawn))
+            self.drawn = 0
 
 
 class TimedEngine:
@@ -77,7 +84,8 @@ class TimedEngine:
 
     The token at a position is a fixed function of all tokens and images before it, of the seed when the temperature is
     not 0, and of nothing else: so lost, repeated or swapped tokens anywhere change what follows, as with a real model.
-    So do blocks and windows that are not those of the prefix; a replay gives the tokens of a cold run.
+    So do blocks and windows that are not those of the prefix; a replay gives the tokens of a cold run. What the images
+    in a prefix are is read off its blocks, as they need not be attached: blocks of other images give other tokens, too.
     Tokens are drawn from `vocabulary`; one in `mean_output` is the end-of-sequence token, none when that is 0.
     A step gives a request 1 to `most_accepted` of them, as one that drafts does; how many is drawn as well.
     """
@@ -126,15 +134,17 @@ class TimedEngine:
         request = self._requests.to_resume(key, prefix, self._info.block_bytes, _WINDOW)
         end = len(prefix.tokens)
         start = end - _WINDOW if prefix.windows is None else end
-        expected = _Request(end, request.sampling, images=request.images.copy())
-        expected.feed(prefix.tokens)
         found = [_value(payload) for payload in prefix.payloads]
-        pairs = list(zip(found, expected.ends, strict=True))
+        expected = _Request(end, request.sampling)
+        expected.feed(prefix.tokens)
+        parts = accumulate((drawn for _, drawn in found), initial=0)
+        wanted = [(digest + part) & _MASK for (digest, _), part in zip([(0, 0), *expected.ends], parts, strict=True)]
+        pairs = [(value, want) for (value, _), want in zip(found, wanted[1:], strict=True)]
         if prefix.windows is not None:
-            pairs.append((self._unseal_windows(prefix.windows, end), expected.digest))
+            pairs.append((self._unseal_windows(prefix.windows, end), wanted[-1]))
         # What is wrong must not add up to what is right.
         wrong = sum(_mix((i << 32) + value + 1 & _MASK) for i, (value, want) in enumerate(pairs) if value != want)
-        before = expected.ends[start // BLOCK_TOKENS - 1] if start else 0
+        before = wanted[start // BLOCK_TOKENS]
         request.digest, request.ends, request.num_tokens = (before + wrong) & _MASK, found, start
         request.images = [image for image in request.images if image[0] >= start]
         request.first = start if prefix.windows is None else start - _WINDOW + 1
@@ -149,25 +159,25 @@ class TimedEngine:
         oldest = request.num_tokens // BLOCK_TOKENS * BLOCK_TOKENS - BLOCK_TOKENS
         if num_tokens < oldest or max(0, num_tokens - _WINDOW + 1) < request.first:
             return None
-        digest = request.ends[num_tokens // BLOCK_TOKENS - 1]
+        digest, _ = request.ends[num_tokens // BLOCK_TOKENS - 1]
         return seal(self._info.space, _WINDOWS.pack(num_tokens, digest))
 
     async def export(self, key: str) -> bytes:
         request = self._requests.to_export(key)
-        body = _BODY.pack(request.digest, request.num_tokens, request.last)
-        return seal(self._info.layout, body + np.array(request.ends, dtype="<u8").tobytes())
+        body = _BODY.pack(request.digest, request.drawn, request.num_tokens, request.last)
+        return seal(self._info.layout, body + b"".join(_END.pack(*end) for end in request.ends))
 
     async def restore(self, key: str, state: bytes) -> None:
         request = self._requests.to_restore(key)
         body = unseal(self._info.layout, state)
         if len(body) < _BODY.size:
             raise StateError(f"state body has {len(body)} bytes, expected {_BODY.size} and more")
-        digest, num_tokens, last = _BODY.unpack_from(body)
+        digest, drawn, num_tokens, last = _BODY.unpack_from(body)
         check_restored(request, num_tokens)
-        if len(body) != _BODY.size + 8 * (num_tokens // BLOCK_TOKENS):
+        if len(body) != _BODY.size + _END.size * (num_tokens // BLOCK_TOKENS):
             raise StateError(f"state body of {num_tokens} tokens has {len(body)} bytes")
-        request.digest, request.num_tokens, request.last = digest, num_tokens, last
-        request.ends = np.frombuffer(body[_BODY.size :], dtype="<u8").tolist()
+        request.digest, request.drawn, request.num_tokens, request.last = digest, drawn, num_tokens, last
+        request.ends = list(_END.iter_unpack(body[_BODY.size :]))
         request.first = max(0, num_tokens - _WINDOW + 1)
 
     async def decode(self, keys: Sequence[str]) -> list[list[int]]:
@@ -181,8 +191,8 @@ class TimedEngine:
     async def close(self) -> None:
         self._requests = Requests(_Request)
 
-    def _payload(self, value: int) -> bytes:
-        return (value.to_bytes(8, "little") * -(-self._info.block_bytes // 8))[: self._info.block_bytes]
+    def _payload(self, end: tuple[int, int]) -> bytes:
+        return _filled(_END.pack(*end), self._info.block_bytes)
 
     def _unseal_windows(self, windows: bytes, num_tokens: int) -> int:
         """The digest in it. Raises StateError when it is not that at the end of `num_tokens`."""
@@ -231,8 +241,15 @@ def _mixed(start: int, tokens: Tokens) -> npt.NDArray[np.uint64]:
     return z ^ (z >> np.uint64(31))
 
 
-def _value(payload: Buffer) -> int:
-    """What `_payload` was made of, or another number for other bytes, wherever they differ."""
-    value, repeated = int.from_bytes(payload[:8], "little"), bytes(payload)
-    whole = (bytes(payload[:8]) * -(-len(repeated) // 8))[: len(repeated)]
-    return value if repeated == whole else _mix(zlib.crc32(repeated) + 1)
+def _filled(part: bytes, num_bytes: int) -> bytes:
+    """`part` over and over."""
+    return (part * -(-num_bytes // len(part)))[:num_bytes]
+
+
+def _value(payload: Buffer) -> tuple[int, int]:
+    """What `_payload` was made of, or other numbers for other bytes, wherever they differ."""
+    whole = bytes(payload)
+    if len(whole) < _END.size or whole != _filled(whole[: _END.size], len(whole)):
+        return _mix(zlib.crc32(whole) + 1), 0
+    digest, drawn = _END.unpack_from(whole)
+    return digest, drawn

@@ -93,7 +93,29 @@ def test_refused_images_change_nothing(run_debug: Run, attached: list[ImageRows]
         local.admit("r", 40, GREEDY)
         with pytest.raises(ValueError, match=why):
             local.attach("r", attached)
-        await local.prefill([Chunk("r", np.array(tokens("v1")[:20], np.uint32))])
+        await local.prefill([Chunk("r", np.arange(5, 25, dtype=np.uint32))])
+        await local.close()
+
+    run_debug(main())
+
+
+def test_an_image_that_was_not_given_is_not_made_up(run_debug: Run) -> None:
+    """Refused, with its company, before anything changes."""
+
+    async def main() -> None:
+        local, prompt = engine(), tokens("v2")
+        await local.start()
+        (first, rows), (second, _) = images("v2", 0)[0]
+        for key in ("r", "other"):
+            local.admit(key, len(prompt) + 16, GREEDY)
+        local.attach("r", [ImageRows(first, rows.tobytes())])
+        await local.prefill([Chunk("r", np.array(prompt[: first + 3], np.uint32))])
+        left = Chunk("r", np.array(prompt[first + 3 :], np.uint32))
+        text = Chunk("other", np.arange(5, 9, dtype=np.uint32))
+        with pytest.raises(ValueError, match=f"request r: the image at position {second} was not attached"):
+            await local.prefill([text, left])
+        await local.prefill([text, Chunk("r", left.tokens[: second - first - 3])])
+        assert await local.export("r") != b""
         await local.close()
 
     run_debug(main())

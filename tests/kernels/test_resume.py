@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
 import pytest
 
-from kernels.engine import Admission, Chunk, Engine, ImageRows, Prefix, Sampling, StateError, Tokens
+from kernels.engine import Admission, Buffer, Chunk, Engine, ImageRows, Prefix, Sampling, StateError, Tokens
 from kernels.seal import seal
 from kernels.timed import TimedEngine
 from tests.kernels.test_engine import GREEDY, TIMED, WARM, Make, extend, local, timed, timed_with_drafts, tokens
@@ -228,6 +228,33 @@ class TestResume:
 
         drive(make, body)
 
+    @pytest.mark.parametrize(("windows", "num_behind"), [(True, 0), (True, 10), (False, 0)])
+    def test_images_that_are_wholly_restored_need_not_be_given(
+        self, make: Make, windows: bool, num_behind: int
+    ) -> None:
+        """One ends just where computation goes on, or reaches past it. All is as if they had been given."""
+
+        async def body(source: Engine, target: Engine) -> None:
+            end = 128 * (1 + windows)
+            prompt, attached = tokens(420), images(20, end - 40, end - 20 + num_behind, 400)
+            for image in attached:
+                prompt[image.start : image.start + 20] = IMAGE_TOKEN
+            whole = await cold(source, "r", prompt, attached=attached)
+            prefix = await kept(source, "r", prompt, 2, windows=windows)
+            found = []
+            for given in (attached, attached[2 if num_behind else 3 :]):
+                assert target.admit("r", 420, GREEDY, bounded_prompt=420) is Admission.OK
+                target.attach("r", given)
+                assert await target.resume("r", prefix) == end
+                await compute(target, "r", prompt, end, 150)
+                state = await target.export("r")
+                assert state == whole or not windows
+                found.append((state, await target.blocks("r", 0, 3)))
+                target.free("r")
+            assert found[0] == found[1]
+
+        drive(make, body)
+
     @pytest.mark.parametrize("windows", [True, False])
     def test_images_before_and_behind_the_end_of_the_prefix(self, make: Make, windows: bool) -> None:
         """One lies in the prefix, one across its end, one behind it; blocks carry what the first two are."""
@@ -298,6 +325,44 @@ def test_windows_missing_stale_or_misaligned(make: Make) -> None:
         assert replays[1:] == replays[:1] * 2
 
     drive(make, body)
+
+
+def test_the_timed_engine_shows_blocks_of_other_images_that_were_not_given() -> None:
+    """Alone, among right ones, and with windows of either; text in the place of an image is another block, too."""
+
+    async def body(source: Engine, target: Engine) -> None:
+        prompt = tokens(700)
+        ours, theirs = [images(0, start, 500)[1:] for start in (150, 150)]
+        theirs = [ImageRows(150, bytes(len(theirs[0].embeddings))), theirs[1]]
+        want = b""
+        kept_of = {}
+        for key, attached in (("ours", ours), ("theirs", theirs), ("none", ours[1:])):
+            state = await cold(source, key, prompt, attached=attached)
+            want = want or state
+            kept_of[key] = await kept(source, key, prompt, 4)
+        good = kept_of["ours"]
+
+        async def resumed(payloads: Sequence[Buffer], windows: bytes | None, given: list[ImageRows]) -> bytes:
+            assert target.admit("r", 700 + NUM_NEW, GREEDY, bounded_prompt=700) is Admission.OK
+            target.attach("r", given)
+            start = await target.resume("r", Prefix(good.tokens, payloads, windows))
+            await compute(target, "r", prompt, start)
+            state = await target.export("r")
+            target.free("r")
+            return state
+
+        right = list(good.payloads)
+        assert await resumed(right, good.windows, ours[1:]) == want == await resumed(right, None, ours[1:])
+        for key in ("theirs", "none"):
+            wrong = list(kept_of[key].payloads)
+            assert wrong[0] == right[0] and wrong[1] != right[1]
+            for windows in (None, good.windows, kept_of[key].windows):
+                mixed = [[*right[:1], wrong[1], *right[2:]], [*right[:3], wrong[3]]]
+                for payloads in (wrong, *mixed):
+                    assert await resumed(payloads, windows, ours[1:]) != want
+            assert await resumed(right, kept_of[key].windows, ours[1:]) != want
+
+    drive(lambda: TimedEngine(TIMED, range(3, 2028)), body)
 
 
 @pytest.mark.parametrize("damage", ["flipped", "swapped", "doubled", "of others", "of later", "windows"])
