@@ -11,7 +11,7 @@ import pytest
 
 from tests.actors.edge import make_card
 
-COMMANDS = ["", "up", "node", "health", "status", "chat", "checkpoint", "checkpoint make", "bench", "bench bus"]
+COMMANDS = ["", "up", "node", "health", "status", "chat", "simulate", "checkpoint", "checkpoint make"]
 
 
 def shoal(*arguments: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -26,7 +26,7 @@ def shoal(*arguments: str, folder: Path, **environment: str) -> subprocess.Compl
     )
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "bench frontend", "bench engine", "bench kv", "bench turns"])
+@pytest.mark.parametrize("command", [*COMMANDS, "bench", "bench bus", "bench frontend", "bench engine", "bench kv", "bench turns"])
 def test_every_command_has_help(command: str, tmp_path: Path) -> None:
     done = shoal(*command.split(), "--help", folder=tmp_path)
     assert done.returncode == 0, done.stderr
