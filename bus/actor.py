@@ -13,6 +13,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from bus.bus import DEADLINE_HEADER, Bus, BusError, Delivery, decoder
+from bus.metrics import record_load
 from bus.subjects import LOAD, Address, Subject, ping, report_load
 from schemas.failure import Code, Failure
 from schemas.liveness import Ping, Pong
@@ -188,7 +189,9 @@ class Actor:
 
     async def report_load(self) -> None:
         """Publish how loaded this actor is, now."""
-        await self.bus.tell(LOAD.at(self.role), self.load())
+        report = self.load()
+        record_load(report)
+        await self.bus.tell(LOAD.at(self.role), report)
 
     # Inside
 

@@ -1,4 +1,4 @@
-"""The GenAI metrics, defined once: names, units and buckets of the OpenTelemetry conventions, and one of our own.
+"""The GenAI metrics, defined once: names, units and buckets of the OpenTelemetry conventions; and those of our own.
 
 Source: open-telemetry/semantic-conventions-genai, status Development, as of September 2026 (spec bus.md §3.1).
 Instruments come from the OpenTelemetry API, so recording costs nothing until `run/telemetry.py` sets the SDK up.
@@ -11,6 +11,9 @@ from functools import cache
 
 from opentelemetry import metrics
 from opentelemetry.metrics import Counter, Histogram
+from opentelemetry.metrics import _Gauge as Gauge
+
+from schemas.routing import LoadReported
 
 OPERATION = "gen_ai.operation.name"
 PROVIDER = "gen_ai.provider.name"
@@ -82,6 +85,26 @@ def record_request(
         time_to_first_token().record(first_token_s, labels)
         if num_output > 1:
             time_per_output_token().record((duration_s - first_token_s) / (num_output - 1), labels)
+
+
+def record_load(report: LoadReported) -> None:
+    """What an actor says of its load, as gauges: `shoal.load.running`, `.waiting`, `.tokens`, and one for each number
+    of its detail, such as `shoal.load.cost_residual`. What is said by tenant (`name:tenant`) has that as an attribute.
+    """
+    labels = {"shoal.role": str(report.role), "shoal.replica": report.id}
+    for name, number in (
+        ("running", report.num_running),
+        ("waiting", report.num_waiting),
+        ("tokens", report.num_tokens),
+        *report.detail.items(),
+    ):
+        name, _, tenant = name.partition(":")
+        _load(name).set(number, labels | {"shoal.tenant": tenant} if tenant else labels)
+
+
+@cache
+def _load(name: str) -> Gauge:
+    return metrics.get_meter("shoal").create_gauge(f"shoal.load.{name}", description="As in load reports")
 
 
 def _histogram(name: str, unit: str, description: str, buckets: tuple[float, ...]) -> Histogram:

@@ -7,18 +7,22 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
+from msgspec import structs
 from opentelemetry import metrics, trace
 from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader, NumberDataPoint
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from actors.gateway.actor import Gateway
 from actors.recipe.card import ModelCard
+from bus.metrics import record_load
 from kernels.timed import StepCost
 from run.settings import DEFAULT_MODEL
 from run.simulator import World, engine_for
+from schemas.message import Role
+from schemas.routing import LoadReported
 
 TREE = """\
 gateway
@@ -107,3 +111,28 @@ def test_metrics_have_the_conventions_names(exporters: tuple[InMemorySpanExporte
         "gen_ai.client.token.usage",
         "shoal.cache.hit_tokens",
     } <= found
+
+
+def test_what_actors_say_of_their_load_are_gauges(
+    exporters: tuple[InMemorySpanExporter, InMemoryMetricReader],
+) -> None:
+    _, reader = exporters
+    report = LoadReported(role=Role.PREFILL, id="p9", incarnation="i", seq=1, pid=1, host="h", num_waiting=3)
+    record_load(structs.replace(report, detail={"cost_residual": 0.04, "remaining_ns:acme": 7e9}))
+    data = reader.get_metrics_data()
+    assert data is not None
+    points = {}
+    for resource in data.resource_metrics:
+        for scope in resource.scope_metrics:
+            for metric in scope.metrics:
+                for point in metric.data.data_points:
+                    said = point.attributes or {}
+                    if isinstance(point, NumberDataPoint) and said.get("shoal.replica") == "p9":
+                        points[f"{metric.name} {said.get('shoal.tenant', '-')}"] = point.value
+    assert points == {
+        "shoal.load.running -": 0,
+        "shoal.load.waiting -": 3,
+        "shoal.load.tokens -": 0,
+        "shoal.load.cost_residual -": 0.04,
+        "shoal.load.remaining_ns acme": 7e9,
+    }
