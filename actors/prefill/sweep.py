@@ -1,0 +1,53 @@
+"""The start-up sweep: dummy prompts that a replica computes before it serves, so that it knows what work costs there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from actors.rules.cost import Terms, chunk_terms
+
+_LARGEST = 512
+"""Tokens of its longest step; an engine may take fewer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One dummy prompt: the sizes of its chunks, each a step of its own. `is_measured`: not if it only warms up."""
+
+    chunks: tuple[int, ...]
+    is_measured: bool = True
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.chunks)
+
+    def terms(self) -> list[Terms]:
+        """Of each step."""
+        found, done = [], 0
+        for num_tokens in self.chunks:
+            found.append(chunk_terms(num_tokens, done, self.num_tokens - done - num_tokens))
+            done += num_tokens
+        return found
+
+
+def sweep(max_step_tokens: int, max_tokens: int) -> list[Prompt]:
+    """The prompts, in order, for an engine that takes so many tokens a step, and requests so long; each to be admitted
+    alone, as a bounded prompt, and freed when it is computed:
+
+        for prompt in sweep(info.max_step_tokens, info.max_tokens):
+            engine.admit("sweep", prompt.num_tokens, sampling, bounded_prompt=prompt.num_tokens)
+            for num_tokens, terms in zip(prompt.chunks, prompt.terms(), strict=True):
+                took_ns = await engine.prefill([Chunk("sweep", dummy[:num_tokens])])
+                if prompt.is_measured:
+                    meter.add(terms, took_ns)
+            engine.free("sweep")
+
+    At most 4,096 tokens together. They tell apart what steps, tokens, last windows and context cost: steps of all sizes
+    behind nothing, and large and small ones behind much. A first prompt that takes every path is not measured: kernels
+    may be compiled there.
+    """
+    whole = max(1, min(max_step_tokens, max_tokens // 4, _LARGEST))
+    half, quarter, eighth = (max(1, whole // part) for part in (2, 4, 8))
+    measured = ((1,), (eighth,), (quarter,), (half,), (whole, whole, whole, half, quarter), (whole, 1))
+    plans = [Prompt((quarter, quarter, 1), is_measured=False), *map(Prompt, measured)]
+    return [prompt for prompt in plans if prompt.num_tokens <= max_tokens]
