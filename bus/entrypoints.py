@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager
 
+from bus.bulk import Bulk
 from bus.bus import Bus, BusError, fail
 from bus.insist import insist
 from bus.subjects import CANCEL, SUBMIT
+from schemas.bulk import Payload
 from schemas.failure import Code
 from schemas.request import Cancel, CancelReason, Submit
 
 ASK_TIMEOUT_S = 5.0
 TRIES = 3
 """So many questions in a row without an answer, and a shard counts as lost."""
+
+
+@asynccontextmanager
+async def offered(bulk: Bulk, prompt: bytes) -> AsyncIterator[Payload]:
+    """A prompt as a payload, no longer on offer if what is done with it raises `BusError`."""
+    payload = await bulk.wrap(prompt)
+    try:
+        yield payload
+    except BusError:
+        if payload.handle is not None:
+            bulk.withdraw(payload.handle)
+        raise
 
 
 async def place(bus: Bus, submit: Submit, owner: Callable[[Collection[str]], str], is_over: Callable[[], bool]) -> str:

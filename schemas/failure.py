@@ -19,6 +19,7 @@ class Code(StrEnum):
     NOT_FOUND = "not_found"
     DUPLICATE_REQUEST = "duplicate_request"
     TOO_LARGE = "too_large"
+    IMAGE_UNREACHABLE = "image_unreachable"
     RATE_LIMITED = "rate_limited"
     CANCELLED = "cancelled"
     INTERNAL = "internal"
@@ -49,6 +50,7 @@ FAILURES: dict[Code, Row] = {
     Code.NOT_FOUND: Row(404, False, "check the path, or the id: the request may have ended already"),
     Code.DUPLICATE_REQUEST: Row(409, False, "choose another request id; a request with this one is still running"),
     Code.TOO_LARGE: Row(413, False, "send a smaller body; the message gives the limit"),
+    Code.IMAGE_UNREACHABLE: Row(424, True, "retry, or send the image itself; its server did not give it in time"),
     Code.RATE_LIMITED: Row(429, True, "wait for the time given in retry-after"),
     Code.CANCELLED: Row(499, False, "nothing: the client asked for it, or went away"),
     Code.INTERNAL: Row(500, True, "retry; if it comes back, report it with the x-request-id"),

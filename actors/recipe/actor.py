@@ -14,8 +14,10 @@ from opentelemetry import trace
 from actors.recipe.card import ModelCard
 from actors.recipe.converter import Converter, Draft, Prepared, load_converter
 from actors.recipe.doors import GatewayDoor, InboxDoor
+from actors.recipe.fetch import FETCH, Fetch
 from actors.recipe.fields import Refusal
 from actors.recipe.front import cancel_body, client_of, read_call, read_cancel
+from actors.recipe.images import files_of, split
 from actors.recipe.intake import Intake
 from actors.recipe.requests import OpenRequest, OpenRequests, Outcome, refused, resends, resent, shard_of
 from actors.recipe.shards import Shards
@@ -26,7 +28,8 @@ from bus import subjects
 from bus.actor import Envelope, Handler
 from bus.bulk import Bulk
 from bus.bus import Bus, BusError, Delivery, fail
-from bus.entrypoints import cancel_at, place
+from bus.entrypoints import cancel_at, offered, place
+from bus.fetches import Fetches
 from bus.images import AnyVision
 from bus.limits import AnyQuota
 from bus.metrics import record_request
@@ -59,7 +62,7 @@ class Recipe(PublicActor):
 
     role = Role.RECIPE
 
-    def __init__(self, id: str, bus: Bus, bulk: Bulk, card: ModelCard, tenants: Tenants) -> None:
+    def __init__(self, id: str, bus: Bus, bulk: Bulk, card: ModelCard, tenants: Tenants, fetch: Fetch = FETCH) -> None:
         super().__init__(id, bus)
         self._bulk = bulk
         self._card = card
@@ -70,6 +73,7 @@ class Recipe(PublicActor):
         self._writer = StreamWriter(bus, bulk, Windows(), self.wake, lambda to: self._lose_gateway(to.split(".")[2]))
         self._shards = Shards()
         self._vision = AnyVision(bus, bulk)
+        self._fetches = Fetches(bus, fetch)
         self._quotas = Shards()
         self._quota = AnyQuota(bus, lambda tenant, tried: self._quotas.owner(tenant, tried, self.now_s()))
 
@@ -152,13 +156,13 @@ class Recipe(PublicActor):
         """What its body says and its images are. Raises BusError and Refusal; then no image is held for us."""
         read = functools.partial(self._converter.read, call.protocol, await self._bulk.unwrap(call.body))
         draft = read() if call.body.size_bytes <= INLINE_BODY_BYTES else await self.bus.seams.run_beside(read)
-        files = [image.data for image in draft.images]
-        found = await self._vision.resolve(files, call.deadline_ns, is_over)
-        images = [image for image in found if isinstance(image, ImageResolved)]
-        for source, failure in zip(draft.images, found, strict=True):
-            if isinstance(failure, Failure):
-                self._release(images)
-                raise source.refusal(failure)
+        urls = [image.url for image in draft.images if image.url]
+        async with self._fetches.files(urls, call.tenant, call.deadline_ns, is_over) as fetched:
+            found = await self._vision.resolve(files_of(draft.images, fetched), call.deadline_ns, is_over)
+        images, refusal = split(draft.images, found)
+        if refusal is not None:
+            self._release(images)
+            raise refusal
         return draft, images
 
     async def _serve(self, request: OpenRequest, call: Call, envelope: Envelope) -> None:
@@ -196,19 +200,13 @@ class Recipe(PublicActor):
 
     async def _submit(self, request: OpenRequest, call: Call, prepared: Prepared) -> None:
         """Have a shard take the request. Raises BusError; then nothing of it is left on offer."""
-        prompt = await self._bulk.wrap(prepared.prompt)
-        try:
-            submit = prepared.submit(call, self.id, prompt, self._tenants.cache(call.tenant))
+        async with offered(self._bulk, prepared.prompt) as prompt:
             request.shard = await place(
                 self.bus,
-                submit,
+                prepared.submit(call, self.id, prompt, self._tenants.cache(call.tenant)),
                 lambda tried: self._shards.owner(request.id, tried, self.now_s()),
                 lambda: request.is_cancelled,
             )
-        except BusError:
-            if prompt.handle is not None:
-                self._bulk.withdraw(prompt.handle)
-            raise
         if request.is_cancelled:
             self.spawn(cancel_at(self.bus, request.shard, request.id, CancelReason.CLIENT))
 

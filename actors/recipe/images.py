@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from actors.recipe.card import ModelCard
+from actors.recipe.fetch import MAX_URL_BYTES
 from actors.recipe.fields import Refusal
 from actors.recipe.parts import HONOURED, parts
 from schemas.api import Protocol
@@ -46,16 +47,16 @@ _MAGIC = {
 _DATA_URL = re.compile(r"data:([^;,]*+)[^,]*;base64,", re.IGNORECASE)  # repeats no group: that takes memory
 _SPACE = re.compile(r"[ \t\r\n\f]+")
 _MARKER = "data:image/png;base64,"
-_NO_FETCHING = "URLs are not fetched yet: send the image itself, in base64"
 _NO_FILES = "files are not kept here: send the image itself, in base64"
 
 
 @dataclass(frozen=True)
 class Source:
-    """One image of a body: the file, and the path of the field that holds it."""
+    """One image of a body: the path of its field, and the file, or the `url` where it is."""
 
     path: str
-    data: bytes
+    data: bytes = b""
+    url: str = ""
 
     def refusal(self, failure: Failure) -> Refusal:
         """Why it is not served, in terms of the request."""
@@ -89,6 +90,34 @@ def take_images(protocol: Protocol, body: dict[str, Any], card: ModelCard) -> tu
         if has_detail:
             ignored.append("content[].image_url.detail")
     return sources, ignored
+
+
+def files_of(sources: Sequence[Source], fetched: Mapping[str, bytes | Failure]) -> list[bytes]:
+    """The files of these images, given what was fetched from their URLs. Raises Refusal.
+
+    An image that nobody waited for any more is not what the request failed for, if it can be helped.
+    """
+    files, refusals = list[bytes](), list[Refusal]()
+    for source in sources:
+        file = fetched[source.url] if source.url else source.data
+        if isinstance(file, Failure):
+            refusals.append(source.refusal(file))
+        elif source.url and not any(magic.match(file) for magic in _MAGIC.values()):
+            message = f"{source.path}: the URL gives no {', '.join(_MAGIC)}: give the URL of the image itself"
+            refusals.append(Refusal(Code.BAD_REQUEST, message, source.path))
+        else:
+            files.append(file)
+    for refusal in sorted(refusals, key=lambda refusal: refusal.failure.code is Code.CANCELLED):
+        raise refusal
+    return files
+
+
+def split(
+    sources: Sequence[Source], found: Sequence[ImageResolved | Failure]
+) -> tuple[list[ImageResolved], Refusal | None]:
+    """What vision replicas hold for us of these images, and why the request is refused, if one was no image."""
+    failed = [source.refusal(one) for source, one in zip(sources, found, strict=True) if isinstance(one, Failure)]
+    return [one for one in found if isinstance(one, ImageResolved)], next(iter(failed), None)
 
 
 def number_of(marker: str | None) -> int:
@@ -162,14 +191,14 @@ def _check_only_image(protocol: Protocol, path: str, part: dict[str, Any]) -> No
 def _take_chat(path: str, part: dict[str, Any], marker: str) -> tuple[Source, bool]:
     where = f"{path}.image_url"
     image = _object(where, part.get("image_url"), {"url", "detail"})
-    source = Source(where, _from_url(where, image.get("url")))
+    source = _from_url(where, image.get("url"))
     part["image_url"] = {**image, "url": _MARKER + marker}
     return source, image.get("detail") is not None
 
 
 def _take_responses(path: str, part: dict[str, Any], marker: str) -> tuple[Source, bool]:
     where = f"{path}.image_url"
-    source = Source(where, _from_url(where, part.get("image_url")))
+    source = _from_url(where, part.get("image_url"))
     part["image_url"] = _MARKER + marker
     return source, False
 
@@ -178,11 +207,15 @@ def _take_messages(path: str, part: dict[str, Any], marker: str) -> tuple[Source
     where = f"{path}.source"
     source = _object(where, part.get("source"), {"type", "media_type", "data", "url", "file_id"})
     kind = source.get("type")
-    if kind in ("url", "file"):
-        raise Refusal(Code.UNSUPPORTED, f"{where}: {_NO_FETCHING if kind == 'url' else _NO_FILES}", where)
-    if kind != "base64" or not isinstance(source.get("data"), str):
-        raise Refusal(Code.BAD_REQUEST, f"{where} must be of type 'base64', with media_type and data", where)
-    taken = Source(where, _decode(where, str(source.get("media_type")), source["data"]))
+    if kind == "file":
+        raise Refusal(Code.UNSUPPORTED, f"{where}: {_NO_FILES}", where)
+    if kind == "url":
+        taken = _at_url(where, source.get("url"))
+    elif kind == "base64" and isinstance(source.get("data"), str):
+        taken = Source(where, _decode(where, str(source.get("media_type")), source["data"]))
+    else:
+        message = f"{where} must be of type 'base64', with media_type and data, or of type 'url', with url"
+        raise Refusal(Code.BAD_REQUEST, message, where)
     part["source"] = {"type": "base64", "media_type": "image/png", "data": marker}
     return taken, False
 
@@ -199,16 +232,24 @@ def _object(where: str, value: Any, names: set[str]) -> dict[str, Any]:
     return value
 
 
-def _from_url(where: str, url: Any) -> bytes:
+def _from_url(where: str, url: Any) -> Source:
+    """The image of a data URL, or one to be fetched."""
+    head = _DATA_URL.match(url) if isinstance(url, str) else None
+    if head is None:
+        return _at_url(where, url)
+    return Source(where, _decode(where, head[1], url[head.end() :]))
+
+
+def _at_url(where: str, url: Any) -> Source:
+    """An image to be fetched."""
     if not isinstance(url, str):
         raise Refusal(Code.BAD_REQUEST, f"{where}: the URL of the image is missing", where)
-    if url[:8].lower().startswith(("http://", "https://")):
-        raise Refusal(Code.UNSUPPORTED, f"{where}: {_NO_FETCHING}, as a data URL", where)
-    head = _DATA_URL.match(url)
-    if head is None:
-        message = f"{where} must be a data URL in base64, such as data:image/png;base64,…"
+    if not url[:8].lower().startswith(("http://", "https://")):
+        message = f"{where} must be an http or https URL, or where one is taken a data URL in base64"
         raise Refusal(Code.BAD_REQUEST, message, where)
-    return _decode(where, head[1], url[head.end() :])
+    if (num_bytes := len(url.encode(errors="replace"))) > MAX_URL_BYTES:
+        raise Refusal(Code.BAD_REQUEST, f"{where}: the URL has {num_bytes} bytes, at most {MAX_URL_BYTES}", where)
+    return Source(where, url=url)
 
 
 def _decode(where: str, mime: str, text: str) -> bytes:

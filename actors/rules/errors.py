@@ -17,6 +17,7 @@ _ANTHROPIC_TYPES = {
     404: "not_found_error",
     409: "invalid_request_error",
     413: "request_too_large",
+    424: "invalid_request_error",
     429: "rate_limit_error",
     503: "overloaded_error",
     504: "timeout_error",

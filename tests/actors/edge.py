@@ -16,6 +16,7 @@ from actors.quota.actor import Quota
 from actors.recipe.actor import Recipe
 from actors.recipe.card import ModelCard
 from actors.recipe.converter import Converter
+from actors.recipe.fetch import FETCH, Fetch
 from actors.rules.tenants import Tenants
 from bus.actor import Actor, Envelope, Handler
 from bus.bulk import MemoryBulk, MemoryHub
@@ -247,6 +248,7 @@ async def edge(
     tenants: str = "",
     text: str = "Hello there!",
     broker: MemoryBroker | None = None,
+    fetch: Fetch = FETCH,
 ) -> AsyncIterator[Edge]:
     """Everything started; everything stopped at the end, and no crash left unnoticed. `tenants` is the file's text."""
     broker, hub = broker or MemoryBroker(), MemoryHub()
@@ -260,7 +262,7 @@ async def edge(
         bulks.append(bulk)
     answer = Converter(card).tokenizer.encode(text)
     entrypoint = FakeEntrypoint("e0", buses[0], answer)
-    recipe = Recipe("rc0", buses[1], bulks[1], card, known)
+    recipe = Recipe("rc0", buses[1], bulks[1], card, known, fetch)
     gateway = Gateway("g0", buses[2], bulks[2], port=0, keys=Keys.parse(keys, known))
     quota = Quota("q0", buses[3], known)
     system = Edge(broker, hub, card, entrypoint, recipe, gateway, quota)

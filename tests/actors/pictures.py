@@ -39,6 +39,15 @@ def block(protocol: Protocol, data: bytes, mime: str = "image/png") -> dict[str,
     return {"type": "image", "source": {"type": "base64", "media_type": mime, "data": in_base64(data)}}
 
 
+def at(protocol: Protocol, url: Any) -> dict[str, Any]:
+    """An image at a URL as a content block of the protocol."""
+    if protocol is Protocol.CHAT_COMPLETIONS:
+        return {"type": "image_url", "image_url": {"url": url}}
+    if protocol is Protocol.RESPONSES:
+        return {"type": "input_image", "image_url": url}
+    return {"type": "image", "source": {"type": "url", "url": url}}
+
+
 def text(protocol: Protocol, words: str) -> dict[str, Any]:
     """Text as a content block of the protocol."""
     return {"type": "input_text" if protocol is Protocol.RESPONSES else "text", "text": words}

@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 
 from actors.recipe.card import CardError, ModelCard
 from actors.recipe.converter import Converter, Draft, Prepared
+from actors.recipe.fetch import MAX_URL_BYTES
 from actors.recipe.fields import Refusal
-from actors.recipe.images import MAX_IMAGES
+from actors.recipe.images import MAX_IMAGES, Source, files_of
 from schemas.api import Protocol
 from schemas.failure import Code, Failure
 from tests.actors.bodies import CHAT, GENERATING, MESSAGES, RESPONSES
 from tests.actors.edge import CONTEXT_TOKENS, IMAGE_TOKEN, make_card
-from tests.actors.pictures import block, body_of, data_url, in_base64, picture, resolved, text
+from tests.actors.pictures import at, block, body_of, data_url, in_base64, picture, resolved, text
 
 RED, BLUE = picture("red"), picture("blue")
 CONTENT = {
@@ -196,19 +197,39 @@ def test_what_is_no_source(eyes: Converter, source: Any) -> None:
 @pytest.mark.parametrize(
     ("protocol", "image", "field"),
     [
-        (CHAT, {"type": "image_url", "image_url": {"url": "https://x.org/y.png"}}, CONTENT[CHAT]),
-        (RESPONSES, {"type": "input_image", "image_url": "HTTP://x.org/y.png"}, CONTENT[RESPONSES]),
         (RESPONSES, {"type": "input_image", "file_id": "f"}, "input[0].content[0].file_id"),
-        (MESSAGES, {"type": "image", "source": {"type": "url", "url": "https://x.org/y.png"}}, CONTENT[MESSAGES]),
         (MESSAGES, {"type": "image", "source": {"type": "file", "file_id": "f"}}, CONTENT[MESSAGES]),
     ],
 )
-def test_what_would_have_to_be_fetched_is_refused_by_name(
+def test_files_that_would_have_to_be_kept_are_refused_by_name(
     eyes: Converter, protocol: Protocol, image: dict[str, Any], field: str
 ) -> None:
     failure = refused(eyes, protocol, body_of(protocol, "x", image))
     assert (failure.code, failure.field) == (Code.UNSUPPORTED, field.replace("content[0]", "content[1]"))
     assert "send the image" in failure.message
+
+
+@pytest.mark.parametrize("protocol", GENERATING)
+def test_a_url_is_left_to_be_fetched_and_has_an_end(eyes: Converter, protocol: Protocol) -> None:
+    longest = "HTTPS://x.org/" + "a" * (MAX_URL_BYTES - 14)
+    draft = read(eyes, protocol, body_of(protocol, "x", at(protocol, longest), RED))
+    assert [(source.url, source.data) for source in draft.images] == [(longest, b""), ("", RED)]
+    failure = refused(eyes, protocol, body_of(protocol, at(protocol, longest[:-1] + "é")))
+    assert (failure.code, failure.field) == (Code.BAD_REQUEST, CONTENT[protocol])
+    assert f"{MAX_URL_BYTES + 1} bytes" in failure.message
+    for url in ("file:///etc/passwd", "ftp://x.org/y.png", " http://x.org/y.png", "//x.org/y.png", None, 7):
+        failure = refused(eyes, protocol, body_of(protocol, at(protocol, url)))
+        assert (failure.code, failure.field) == (Code.BAD_REQUEST, CONTENT[protocol])
+
+
+def test_the_image_that_failed_is_named_not_one_that_was_given_up_for_it() -> None:
+    sources = [Source("a", url="http://a"), Source("b", url="http://b"), Source("c", data=RED)]
+    given_up, failed = Failure(code=Code.CANCELLED, message="x"), Failure(code=Code.BAD_REQUEST, message="y")
+    with pytest.raises(Refusal, match="b: y"):
+        files_of(sources, {"http://a": given_up, "http://b": failed})
+    with pytest.raises(Refusal, match="b: the URL gives no PNG, JPEG, GIF, WebP"):
+        files_of(sources, {"http://a": BLUE, "http://b": b"<html>"})
+    assert files_of(sources, {"http://a": BLUE, "http://b": RED}) == [BLUE, RED, RED]
 
 
 @pytest.mark.parametrize(

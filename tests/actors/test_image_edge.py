@@ -15,6 +15,7 @@ import openai
 import pytest
 
 from actors.recipe.card import ModelCard
+from actors.recipe.fetch import FETCH, Fetch
 from actors.vision.actor import NUM_DECODING, Vision
 from bus import images as bus_images
 from bus.bulk import MemoryBulk
@@ -58,8 +59,8 @@ class Sight:
 
 
 @asynccontextmanager
-async def sight(card: ModelCard) -> AsyncIterator[Sight]:
-    async with edge(card) as system, seeing(system) as one:
+async def sight(card: ModelCard, fetch: Fetch = FETCH) -> AsyncIterator[Sight]:
+    async with edge(card, fetch=fetch) as system, seeing(system) as one:
         yield one
 
 

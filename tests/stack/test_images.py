@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from schemas.api import Protocol
-from tests.actors.pictures import block, body_of, picture
+from tests.actors.pictures import at, block, body_of, picture
 from tests.stack.conftest import System, until
 from tests.stack.test_chaos import until_free
 
@@ -140,3 +140,15 @@ def test_vision_killed_at_its_work(stack: System) -> None:
             assert await ask(RED, "x") == ""
 
     asyncio.run(main())
+
+
+def test_a_url_inside_is_refused_by_name(stack: System, ai: openai.OpenAI, sdk: anthropic.Anthropic) -> None:
+    """The gateway's own port answers, but not to the recipe."""
+    url = f"{stack.http}/healthz"
+    with pytest.raises(openai.BadRequestError, match="not public") as caught:
+        ai.chat.completions.create(**body(CHAT, "x", at(CHAT, url)))
+    assert caught.value.param == "messages[0].content[1].image_url"
+    with pytest.raises(openai.BadRequestError, match="not public"):
+        ai.responses.create(**body(RESPONSES, "x", at(RESPONSES, url)))
+    with pytest.raises(anthropic.BadRequestError, match=r"content\[1\]\.source.* not public"):
+        sdk.messages.create(**body(MESSAGES, "x", at(MESSAGES, url)))

@@ -1,0 +1,132 @@
+"""Files fetched from elsewhere, by calls that may hang: in threads of their own, so many at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager, suppress
+
+from bus.bus import Bus
+from schemas.failure import Code, Failure
+
+MAX_THREADS = 32
+"""A call that hangs has its thread until it ends by itself, whether anyone waits for it or not."""
+
+MAX_OF_TENANT = 24
+"""Of these threads: the others are left to other tenants."""
+
+MAX_HELD_BYTES = 128 * 1024 * 1024
+MAX_REQUEST_BYTES = 32 * 1024 * 1024
+"""Files of one request together; it can name many that are short to name."""
+
+AT_ONCE = 4
+"""Files of one request that are fetched at a time."""
+
+TIMEOUT_S = 10.0
+"""For one file, the wait for a thread included."""
+
+CHECK_S = 0.05
+log = logging.getLogger(__name__)
+
+Fetch = Callable[[str], bytes | Failure]
+
+
+class Fetches:
+    """Fetches files by `fetch`, a call that blocks. Threads that still hang do not hold up the end of the process."""
+
+    def __init__(self, bus: Bus, fetch: Fetch) -> None:
+        self._bus = bus
+        self._fetch = fetch
+        self._running: Counter[str] = Counter()
+        self._held_bytes = 0
+
+    @asynccontextmanager
+    async def files(
+        self, urls: Iterable[str], tenant: str, deadline_ns: int, is_over: Callable[[], bool]
+    ) -> AsyncIterator[dict[str, bytes | Failure]]:
+        """The files at these URLs of one request, each fetched once, or why there is none; counted as held inside.
+
+        `deadline_ns` is unix time, 0 for none. Once one is missing, or `is_over`, nobody waits for the others: they
+        are `cancelled`. Others: what `fetch` says, image_unreachable, overloaded, deadline_exceeded, bad_request when
+        they are too large together.
+        """
+        turn, found, num_bytes = asyncio.Semaphore(AT_ONCE), dict[str, bytes | Failure](), 0
+        has_failed = False
+
+        async def fetch(url: str) -> None:
+            nonlocal num_bytes, has_failed
+            async with turn:
+                outcome = await self._wait(url, tenant, deadline_ns, lambda: has_failed or is_over())
+            if isinstance(outcome, bytes):
+                if num_bytes + len(outcome) > MAX_REQUEST_BYTES:
+                    message = f"the images at URLs have more than the {MAX_REQUEST_BYTES} bytes taken of one request"
+                    outcome = Failure(code=Code.BAD_REQUEST, message=message)
+                elif self._held_bytes + len(outcome) > MAX_HELD_BYTES:
+                    outcome = Failure(code=Code.OVERLOADED, message="too many fetched images are held: retry later")
+                else:
+                    num_bytes += len(outcome)
+                    self._held_bytes += len(outcome)
+            has_failed = has_failed or isinstance(outcome, Failure)
+            found[url] = outcome
+
+        try:
+            await asyncio.gather(*map(fetch, dict.fromkeys(urls)))
+            yield found
+        finally:
+            self._held_bytes -= num_bytes
+
+    async def _wait(self, url: str, tenant: str, deadline_ns: int, is_over: Callable[[], bool]) -> bytes | Failure:
+        """What comes of one URL, as long as it may take."""
+        clock_ns = self._bus.seams.clock_ns
+        until_ns = clock_ns() + int(TIMEOUT_S * 1e9)
+        fetching: asyncio.Future[bytes | Failure] | None = None
+        while not is_over():
+            if clock_ns() >= (deadline_ns or sys.maxsize):
+                return Failure(code=Code.DEADLINE_EXCEEDED, message="the deadline of the request has passed")
+            if clock_ns() >= until_ns:
+                return _late(has_begun=fetching is not None)
+            if fetching is None and self._has_room(tenant):
+                fetching = self._begin(url, tenant)
+            if fetching is None:
+                await asyncio.sleep(CHECK_S)
+            elif (await asyncio.wait([fetching], timeout=CHECK_S))[0]:
+                return fetching.result()
+        return Failure(code=Code.CANCELLED, message="nobody waits for it any more")
+
+    def _has_room(self, tenant: str) -> bool:
+        return self._running.total() < MAX_THREADS and self._running[tenant] < MAX_OF_TENANT
+
+    def _begin(self, url: str, tenant: str) -> asyncio.Future[bytes | Failure]:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[bytes | Failure] = loop.create_future()
+
+        def end(outcome: bytes | Failure) -> None:
+            self._running[tenant] -= 1
+            self._running += Counter()  # drops tenants that have none
+            if not future.done():
+                future.set_result(outcome)
+
+        def run() -> None:
+            try:
+                outcome = self._fetch(url)
+            except Exception:
+                log.exception("an image at a URL could not be fetched")
+                outcome = _late(has_begun=True)
+            with suppress(RuntimeError):  # the loop has ended: nobody waits
+                loop.call_soon_threadsafe(end, outcome)
+
+        threading.Thread(target=run, name="fetch", daemon=True).start()
+        self._running[tenant] += 1
+        return future
+
+
+def _late(*, has_begun: bool) -> Failure:
+    if has_begun:
+        message = f"the image did not come within {TIMEOUT_S:.0f} s: retry, or send the image itself, in base64"
+        return Failure(code=Code.IMAGE_UNREACHABLE, message=message)
+    message = "too many images are being fetched: retry later, or send the image itself, in base64"
+    return Failure(code=Code.OVERLOADED, message=message)
