@@ -39,17 +39,16 @@ def plot(results: Mapping[str, Result], title: str, path: Path) -> None:
     FigureCanvasAgg(figure)
     figure.suptitle(title)
     ((ttft, slower), (ages, busy)) = figure.subplots(2, 2)
-    for number, (name, result) in enumerate(results.items()):
+    for name, result in results.items():
         cumulative(ttft, name, ttft_s(result.outcomes))
         cumulative(slower, name, slowdown(result.outcomes))
         ages.plot(*worst_ages(result), label=name)
         order = np.sort(np.array(result.prefill_busy_s))[::-1]
-        width = 0.8 / len(results)
-        busy.bar(np.arange(len(order)) + number * width, order, width, label=name)
+        busy.plot(np.arange(1, len(order) + 1), order / max(order.mean(), 1e-9), marker="o", label=name)
     for axes, label in ((ttft, "time to first token, s"), (slower, "slowdown: that, over what it takes alone")):
         axes.set(xscale="log", xlabel=label, ylabel="part of requests")
     ages.set(xlabel="arrival, s", ylabel="longest wait for others, s")
-    busy.set(xlabel="prefill replicas, busiest first", ylabel="busy, s")
+    busy.set(xlabel="prefill replicas, busiest first", ylabel="busy, over the mean")
     for axes in (ttft, slower, ages, busy):
         axes.grid(alpha=0.3)
     ttft.legend()

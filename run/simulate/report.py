@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -76,42 +76,41 @@ def _rounded(value: float | None) -> float | None:
 
 
 def table(found: Mapping[str, Any], title: str) -> Table:
-    """A row for each policy; the best of each column in bold."""
-    shown = Table("policy", title=title)
-    columns: list[tuple[str, tuple[str, ...], str]] = [
-        *((f"{name} p{part}", (key, f"p{part}"), form) for key, name, form in _PERCENTILES for part in (50, 99)),
-        *((name, (key,), form) for key, name, form in _SINGLES),
-    ]
-    rows = found["policies"]
-    cells: list[list[str]] = [[name] for name in rows]
-    for heading, path, form in columns:
-        shown.add_column(heading, justify="right")
-        values = [_at(policy, path) for policy in rows.values()]
-        known = [value for value in values if value is not None]
-        best = (max if path == ("hit_ratio",) else min)(known, default=None)
-        for row, value in zip(cells, values, strict=True):
-            text = "" if value is None else format(value, form)
-            is_best = value == best and len(rows) > 1 and path != ("busy_ratio",)
-            row.append(f"[bold]{text}[/bold]" if is_best and text else text)
-    shown.add_column("failed", justify="right")
-    for row, policy in zip(cells, rows.values(), strict=True):
-        row.append(", ".join(f"{num:,} {code}" for code, num in policy["failed"].items()))
-        shown.add_row(*row)
+    """A column for each policy; the best of each row in bold."""
+    policies = found["policies"]
+    shown = Table("", *policies, title=title)
+    for column in shown.columns[1:]:
+        column.justify = "right"
+    for key, name, form in _PERCENTILES:
+        for part in (f"p{part}" for part in PARTS):
+            values = [policy[key][part] for policy in policies.values()]
+            shown.add_row(f"{name}, {part}", *_cells(values, form, min))
+        shown.add_section()
+    for key, name, form, best in _SINGLES:
+        shown.add_row(name, *_cells([policy[key] for policy in policies.values()], form, best))
+    shown.add_section()
+    for code in sorted({code for policy in policies.values() for code in policy["failed"]}):
+        shown.add_row(f"failed: {code}", *(f"{policy['failed'].get(code, 0):,}" for policy in policies.values()))
     return shown
+
+
+def _cells(values: Sequence[float | None], form: str, best: Callable[[list[float]], float] | None) -> list[str]:
+    known = [value for value in values if value is not None]
+    chosen = best(known) if best and known and len(values) > 1 else None
+    texts = ["" if value is None else format(value, form) for value in values]
+    return [
+        f"[bold]{text}[/bold]" if value is not None and value == chosen else text
+        for text, value in zip(texts, values, strict=True)
+    ]
 
 
 _PERCENTILES = (
     *(("ttft_ms", "TTFT ms", ",.0f"), ("slowdown", "slowdown", ",.2f")),
-    *(("tpot_ms", "TPOT ms", ",.1f"), ("queue_age_ms", "queue ms", ",.0f")),
+    *(("tpot_ms", "TPOT ms", ",.1f"), ("queue_age_ms", "waiting ms", ",.0f")),
 )
-_SINGLES = (
-    *(("busy_ratio", "busy", ".1%"), ("busy_max_over_mean", "busy max/mean", ".3f")),
-    ("hit_ratio", "hits", ".1%"),
+_SINGLES: tuple[tuple[str, str, str, Callable[[list[float]], float] | None], ...] = (
+    ("busy_ratio", "prefill busy", ".1%", None),
+    ("busy_max_over_mean", "its max/mean", ".3f", min),
+    ("decode_busy_max_over_mean", "decode max/mean", ".3f", min),
+    ("hit_ratio", "hits", ".1%", max),
 )
-
-
-def _at(policy: Mapping[str, Any], path: tuple[str, ...]) -> float | None:
-    value: Any = policy
-    for key in path:
-        value = value[key]
-    return None if value is None else float(value)

@@ -12,6 +12,7 @@ import pytest
 from tests.actors.edge import make_card
 
 COMMANDS = ["", "up", "node", "health", "status", "chat", "simulate", "checkpoint", "checkpoint make"]
+BENCHES = ["bench", "bench bus", "bench frontend", "bench engine", "bench kv", "bench turns"]
 
 
 def shoal(*arguments: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -26,7 +27,7 @@ def shoal(*arguments: str, folder: Path, **environment: str) -> subprocess.Compl
     )
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "bench", "bench bus", "bench frontend", "bench engine", "bench kv", "bench turns"])
+@pytest.mark.parametrize("command", [*COMMANDS, *BENCHES])
 def test_every_command_has_help(command: str, tmp_path: Path) -> None:
     done = shoal(*command.split(), "--help", folder=tmp_path)
     assert done.returncode == 0, done.stderr
