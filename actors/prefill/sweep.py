@@ -1,4 +1,4 @@
-"""The start-up sweep: dummy prompts that a replica computes before it serves, so that it knows what work costs there."""
+"""The start-up sweep: dummy prompts that a replica computes first, so that it knows what work costs there."""
 
 from __future__ import annotations
 

@@ -29,7 +29,10 @@ _ROUNDS = 8
 """Of weeding out outliers: each takes away the worst."""
 
 _OUTLIER = 3.0
-"""So many times the median residual is no measurement of this."""
+"""So many times the median residual is no measurement of this,"""
+
+_NO_OUTLIER = 0.1
+"""unless it is less than that: few samples fit by chance, and those that do not are as good."""
 
 WINDOW = 128
 """Tokens of a prompt's end that every layer computes (spec model.md: bounded replay)."""
@@ -153,7 +156,7 @@ def fit(samples: Sequence[tuple[Terms, float]]) -> tuple[Cost, float]:
     found = _least_squares(relative)
     for _ in range(_ROUNDS):
         left = np.abs(relative @ found - 1)
-        is_good = left <= max(_OUTLIER * float(np.median(left)), 1e-9)
+        is_good = left <= max(_OUTLIER * float(np.median(left)), _NO_OUTLIER)
         if (is_good == kept).all() or is_good.sum() < 4:
             break
         kept = is_good
