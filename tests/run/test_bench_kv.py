@@ -16,7 +16,8 @@ PROMPTS = ([0, 1], [0, 2])
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
-    rows = [{"timestamp": i, "input_length": 1024, "output_length": 1, "hash_ids": ids} for i, ids in enumerate(PROMPTS)]
+    lengths = {"input_length": 1024, "output_length": 1}
+    rows = [{"timestamp": i, **lengths, "hash_ids": ids} for i, ids in enumerate(PROMPTS)]
     path = tmp_path / "trace.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
     return path
