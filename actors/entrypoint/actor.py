@@ -11,9 +11,9 @@ from msgspec import structs
 from opentelemetry import trace
 from opentelemetry.trace import Span
 
-from actors.entrypoint.lookup import Found, Names, can_be_named, gather, name, plan, scatter
+from actors.entrypoint.lookup import INLINE_TOKENS, Found, Names, Touched, can_be_named, gather, name, plan, scatter
 from actors.entrypoint.peers import Peers
-from actors.entrypoint.request import Owner, Request, end_by
+from actors.entrypoint.request import MAX_RETURNS, Owner, Request, end_by, failed
 from actors.entrypoint.shard import Shard
 from actors.rules.outbox import Outbox
 from actors.rules.spans import end_span
@@ -32,18 +32,7 @@ from schemas.failure import Code, Failure
 from schemas.handover import Claim, Claimed, ClaimRefused, Refused
 from schemas.liveness import ProcessExited
 from schemas.message import Role
-from schemas.request import (
-    Cancel,
-    CancelAcknowledged,
-    Cancelled,
-    End,
-    Failed,
-    Resend,
-    Submit,
-    Submitted,
-    Taken,
-    TokensEmitted,
-)
+from schemas.request import Cancel, CancelAcknowledged, Cancelled, End, Resend, Submit, Submitted, Taken, TokensEmitted
 from schemas.routing import LoadReported, ReportLoad, Routed
 
 tracer = trace.get_tracer("shoal")
@@ -55,14 +44,8 @@ DISPATCH_S = 10.0
 """Longer than a prefill replica may take to pull a long prompt."""
 
 WATCH_S = 1.0
-INLINE_TOKENS = 65536
-"""Longer prompts are hashed in a thread: these take half a millisecond."""
-
 FRESH_S = 5.0
 """A look-up older than this is made again before a replica is given its result."""
-
-MAX_TOUCHED = 4096
-"""Keys in one event."""
 
 
 class Entrypoint(Actor):
@@ -80,7 +63,7 @@ class Entrypoint(Actor):
         self._holders = Holders(bus)
         self._peers = Peers()
         self._lookups = Lookups(bus)
-        self._touched: dict[bytes, None] = {}
+        self._touched = Touched()
         self._repairing: set[str] = set()
         self._vision = AnyVision(bus, bulk)
 
@@ -104,7 +87,7 @@ class Entrypoint(Actor):
         self.spawn(self._watch())
 
     async def on_stop(self) -> None:
-        stopping = Failed(failure=Failure(code=Code.SHUTTING_DOWN, message="the system is stopping"))
+        stopping = failed(Failure(code=Code.SHUTTING_DOWN, message="the system is stopping"))
         for request in list(self.shard.live()):
             self._end(request, stopping)
         await self.flush()
@@ -114,9 +97,8 @@ class Entrypoint(Actor):
 
     async def flush(self) -> None:
         await self._courier.flush()
-        if self._touched:
-            touched, self._touched = self._touched, {}
-            await self.bus.tell(TOUCHED.at(self.role), BlocksTouched(keys=b"".join(touched)))
+        if keys := self._touched.take():
+            await self.bus.tell(TOUCHED.at(self.role), BlocksTouched(keys=keys))
 
     # From recipe
 
@@ -151,7 +133,9 @@ class Entrypoint(Actor):
         request = self.shard.get(claim.request_id)
         if request is None:
             return ClaimRefused(reason=f"entrypoint {self.id} does not know this request")
-        return request.claim(claim.from_epoch, claim.replica, self.now_s())
+        answer = request.claim(claim.from_epoch, claim.replica, self.now_s())
+        self._let_go(request)
+        return answer
 
     async def _on_tokens(self, emitted: TokensEmitted, envelope: Envelope) -> Taken:
         news, gaps, strays = self.shard.hear(emitted, self.now_s())
@@ -167,8 +151,9 @@ class Entrypoint(Actor):
         return Taken()
 
     async def _on_shortened(self, shortened: HitShortened, envelope: Envelope) -> Taken:
-        if (request := self.shard.get(shortened.request_id)) is not None:
-            request.shortened(shortened)
+        request = self.shard.get(shortened.request_id)
+        if request is not None and request.shortened(shortened):
+            self.spawn(self._place(request, self._spans[request.id]))
         return Taken()
 
     async def _on_load(self, report: LoadReported, envelope: Envelope) -> None:
@@ -188,37 +173,46 @@ class Entrypoint(Actor):
     # Placing
 
     async def _place(self, request: Request, span: Span) -> None:
-        """Route and dispatch until a prefill replica has the request, it ended, or patience did."""
+        """Look up, route and dispatch until a prefill replica has the request, it ended, or patience did."""
         with trace.use_span(span):
             try:
-                request.prompt = await self._bulk.unwrap(request.submit.prompt)
-                await self._encode(request)
-                await self._look_up(request)
-                await place(
-                    self.bus,
-                    ROUTE_PREFILL,
-                    RELEASE_PREFILL,
-                    request.route(),
-                    lambda routed: self._dispatch(request, routed),
-                    patience_s=ROUTE_PATIENCE_S,
-                    is_over=lambda: request.end is not None,
-                )
+                request.prompt = request.prompt or await self._bulk.unwrap(request.submit.prompt)
+                while request.must_be_placed():
+                    if request.num_returns > MAX_RETURNS:
+                        raise fail(Code.INTERNAL, "prefill returned the request that it was given with all its images")
+                    await self._look_up(request)
+                    await self._encode(request)  # before a replica is chosen: no reservation waits for images
+                    await place(
+                        self.bus,
+                        ROUTE_PREFILL,
+                        RELEASE_PREFILL,
+                        request.route(),
+                        lambda routed: self._dispatch(request, routed),
+                        patience_s=ROUTE_PATIENCE_S,
+                        is_over=lambda: request.end is not None,
+                    )
             except BusError as error:
-                self._end(request, Failed(failure=error.failure))
-        await self._vision.release(request.held())
+                self._end(request, failed(error.failure))
+        request.is_placing = False  # it may be returned from now on
+        self._let_go(request)
         if request.end is not None:
             self._free(request)
 
     async def _encode(self, request: Request) -> None:
-        """Have its images encoded, before a replica is chosen: no reservation waits for them. Raises BusError."""
-        wanted = request.to_encode()
-        if not wanted or request.end is not None:
+        """Have those of its images encoded that will be read. Raises BusError."""
+        if not (wanted := request.to_encode()):
             return
-        request.is_encoding = True
+        request.images.is_encoding = True
         try:
-            request.were_encoded(await self._vision.encode(wanted, lambda: request.end is not None))
+            encoded = await self._vision.encode(wanted, lambda: request.end is not None)
+            request.images.were_encoded(wanted, encoded)
         finally:
-            request.is_encoding = False
+            request.images.is_encoding = False
+
+    def _let_go(self, request: Request) -> None:
+        """Vision need not hold for it what is of no use any more."""
+        if held := request.let_go():
+            self.spawn(self._vision.release(held))
 
     async def _look_up(self, request: Request) -> None:
         """Find out what of its prompt is cached. Whatever cannot be found out in time is not."""
@@ -240,16 +234,15 @@ class Entrypoint(Actor):
         if request.end is None:
             self._peers.silent(asked.keys() - answers.keys())
         found = gather(names.keys, questions, answers, self.bus.seams.clock_ns())
-        if found.num_blocks and len(self._touched) < MAX_TOUCHED:
-            self._touched[names.key(found.num_blocks - 1)] = None
+        if self._touched.add(names, found):
             self.wake()
         return found
 
     async def _dispatch(self, request: Request, routed: Routed) -> bool:
         """Give the request to a replica. Whether it took it; raises BusError when none ever can."""
-        await self._encode(request)
         if request.is_plan_older(FRESH_S, self.now_s()):
             await self._look_up(request)
+        await self._encode(request)  # seldom any: lost ones, or those behind a start that has moved
         prompt = await self._bulk.wrap(request.prompt)
         try:
             if request.end is not None:
@@ -257,6 +250,8 @@ class Entrypoint(Actor):
             epoch = request.dispatch(routed.replica, self.now_s())
             dispatch = request.to_dispatch(self.id, routed, prompt)
             answer = await self.bus.ask(DISPATCH.at(routed.replica), dispatch, timeout_s=DISPATCH_S)
+            if request.epoch != epoch:
+                return True  # claimed or returned before the answer came
             if not isinstance(answer, Refused):
                 request.dispatched(self.now_s())
                 return True
@@ -266,8 +261,8 @@ class Entrypoint(Actor):
             if error.code is Code.CONTEXT_LENGTH:
                 raise
             if request.epoch != epoch:
-                return True  # claimed meanwhile: only the answer was lost
-            if error.code is Code.TRANSFER_FAILED and request.encoded and not request.were_lost():
+                return True  # likewise: only the answer was lost
+            if error.code is Code.TRANSFER_FAILED and dispatch.images and not request.images.were_lost():
                 raise fail(Code.VISION_ERROR, "the encoded images could not be moved to prefill") from None
             if error.code is Code.DEADLINE_EXCEEDED:
                 self.spawn(self._holders.cancel(Owner(Role.PREFILL, routed.replica), request.id, epoch))
@@ -282,7 +277,7 @@ class Entrypoint(Actor):
     def _end(self, request: Request, end: End) -> None:
         if not self.shard.finish(request, end, self.now_s()):
             return  # one that came after it may have its id
-        if request.is_encoding:  # we do not know by whom
+        if request.images.is_encoding:  # we do not know by whom
             self.spawn(self._vision.cancel(request.id))
         self._lookups.give_up(request.id)
         self._pass_on(request, len(request.tokens), [], end)
@@ -291,15 +286,17 @@ class Entrypoint(Actor):
     def _pass_on(self, request: Request, first_index: int, tokens: list[int], end: End | None) -> None:
         num_cached = request.num_cached(first_index)
         self._outbox.add(request.submit.recipe, request.id, request.epoch, first_index, tokens, end, num_cached)
-        if end is not None and (span := self._spans.pop(request.id, None)) is not None:
-            span.set_attributes(request.attributes())
-            end_span(span, len(request.tokens), end)
+        if end is not None:
+            self._let_go(request)
+            if (span := self._spans.pop(request.id, None)) is not None:
+                span.set_attributes(request.attributes())
+                end_span(span, len(request.tokens), end)
 
     def _lose(self, owner: Owner, why: str) -> None:
         self._holders.forget(owner)
         for request in [request for request in self.shard.live() if request.owner == owner]:
             message = f"{owner.role} replica {owner.replica} was lost: {why}"
-            self._end(request, Failed(failure=Failure(code=Code.WORKER_LOST, message=message)))
+            self._end(request, failed(Failure(code=Code.WORKER_LOST, message=message)))
 
     async def _cancel(self, request: Request, envelope: Envelope) -> None:
         """Reach the owner, then acknowledge to whoever asked."""
@@ -320,7 +317,7 @@ class Entrypoint(Actor):
             now_s = self.now_s()
             for request in self.shard.overdue(self.bus.seams.clock_ns()):
                 failure = Failure(code=Code.DEADLINE_EXCEEDED, message="the deadline of the request has passed")
-                self._end(request, Failed(failure=failure))
+                self._end(request, failed(failure))
                 self._free(request)
             for owner, requests in self.shard.silent(now_s).items():
                 for request in requests:

@@ -26,6 +26,13 @@ MAX_BLOCKS = 9216
 """The keys and locations of more, 1.18 M tokens, would not fit in a message: such a prompt is not cached."""
 
 
+INLINE_TOKENS = 65536
+"""Longer prompts are named in a thread: these take half a millisecond."""
+
+MAX_TOUCHED = 4096
+"""Keys in one event."""
+
+
 @dataclass(frozen=True, slots=True)
 class Names:
     """The names of a prompt's blocks under `space`; the fields are those of `CachedPrefix`."""
@@ -114,6 +121,25 @@ def gather(keys: bytes, questions: Mapping[str, Question], answers: Mapping[str,
     num_blocks = int(is_there.argmin())
     reachable = {end: snapshot for end, snapshot in snapshots.items() if end <= num_blocks}
     return Found(locations[:num_blocks].tobytes(), reachable)
+
+
+class Touched:
+    """Blocks that were found lately, to be said in one event: of each prompt the last, which stands for all."""
+
+    def __init__(self) -> None:
+        self._keys: dict[bytes, None] = {}
+
+    def add(self, names: Names, found: Found) -> bool:
+        """True if something is to be said."""
+        if not found.num_blocks or len(self._keys) >= MAX_TOUCHED:
+            return False
+        self._keys[names.key(found.num_blocks - 1)] = None
+        return True
+
+    def take(self) -> bytes:
+        """The keys, one after the other, from which on it begins anew."""
+        keys, self._keys = b"".join(self._keys), {}
+        return keys
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,15 +6,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from msgspec import structs
+
+from actors.entrypoint.images import Images
 from actors.entrypoint.lookup import Names, Plan
+from actors.rules.chain import BLOCK_TOKENS
 from actors.rules.hit import Hit
 from schemas.bulk import Handle, Payload
 from schemas.cache import HitShortened
+from schemas.failure import Failure
 from schemas.handover import Claimed, ClaimRefused, Dispatch
 from schemas.message import Role
-from schemas.request import Cancelled, CancelReason, End, Finished, FinishReason, Submit
+from schemas.request import Cancelled, CancelReason, End, Failed, Finished, FinishReason, Submit
 from schemas.routing import Route, Routed
-from schemas.vision import EncodeImage, ImageEmbeddings, ImageEncoded
+from schemas.vision import EncodeImage
+
+MAX_RETURNS = 1
+"""Prefill gives a request back when it lacks an image; then it is given all of them, and cannot do so again."""
 
 
 class Verdict(Enum):
@@ -42,11 +50,13 @@ class Owner:
 
 @dataclass(slots=True)
 class Request:
-    """The state machine: waiting → dispatched to prefill → claimed by decode → ended.
+    """The state machine: waiting → dispatched to prefill → claimed by decode → ended; and back to waiting when prefill
+    refuses or returns it.
 
     The shard alone issues epochs, from one growing series for all its requests: each change of owner gets the next
     one, and tokens count only under the current one. So nothing said of an earlier request of the same id counts.
     `hit` is what became of its cached prefix at the last dispatch; `is_approximate`, that a replay has part in it.
+    `is_placing`: somebody is looking for a prefill replica for it; not more than one at a time may be.
     Times are seconds of the caller's clock.
     """
 
@@ -54,9 +64,9 @@ class Request:
     epochs: Iterator[int]
     heard_s: float
     prompt: bytes = b""
-    encoded: list[ImageEncoded] = field(default_factory=list)
-    lost: list[ImageEncoded] = field(default_factory=list)
-    is_encoding: bool = False
+    images: Images = field(init=False)
+    is_placing: bool = True
+    num_returns: int = 0
     names: Names | None = None
     plan: Plan | None = None
     planned_s: float = 0.0
@@ -74,34 +84,27 @@ class Request:
     def id(self) -> str:
         return self.submit.request_id
 
+    def __post_init__(self) -> None:
+        self.images = Images(self.submit.images)
+
+    def must_be_placed(self) -> bool:
+        """It waits for a prefill replica."""
+        return self.owner is None and self.end is None
+
     def to_encode(self) -> list[EncodeImage]:
-        """What vision has still to do for it: its images, unless they are encoded."""
-        if self.encoded:
-            return []
+        """What vision has still to do for it."""
         deadline_ns = self.submit.limits.deadline_ns
-        return [EncodeImage(request_id=self.id, image=image, deadline_ns=deadline_ns) for image in self.submit.images]
+        wanted = self.images.wanted(self._images_from()) if self.end is None else []
+        return [EncodeImage(request_id=self.id, image=image, deadline_ns=deadline_ns) for image in wanted]
 
-    def were_encoded(self, encoded: list[ImageEncoded]) -> None:
-        """Its images are there for prefill."""
-        self.encoded = encoded
+    def let_go(self) -> list[tuple[str, Handle]]:
+        """What vision replicas need not hold for it any more, as (replica, handle)."""
+        is_decoding = self.owner is not None and self.owner.role is Role.DECODE
+        return [] if self.is_placing else self.images.let_go(is_computed=is_decoding or self.end is not None)
 
-    def were_lost(self) -> bool:
-        """Prefill could not get them. True if they can be encoded again: once."""
-        is_first = not self.lost
-        self.lost, self.encoded = self.lost + self.encoded, []
-        return is_first
-
-    def embeddings(self) -> list[ImageEmbeddings]:
-        """For prefill: its encoded images and where they stand."""
-        return [
-            ImageEmbeddings(start=image.start, num_tokens=image.num_tokens, embeddings=encoded.embeddings)
-            for image, encoded in zip(self.submit.images, self.encoded, strict=True)
-        ]
-
-    def held(self) -> list[tuple[str, Handle]]:
-        """All that vision replicas hold for it, as (replica, handle)."""
-        pixels = [(image.vision, image.pixels) for image in self.submit.images]
-        return pixels + [(encoded.vision, encoded.embeddings) for encoded in self.lost + self.encoded]
+    def _images_from(self) -> int:
+        """Images that end at or before this token need not be encoded."""
+        return self.plan.hit.start if self.plan and not self.num_returns else 0
 
     def was_looked_up(self, names: Names, plan: Plan, now_s: float) -> None:
         """What of its prompt is cached."""
@@ -114,8 +117,17 @@ class Request:
 
     def route(self) -> Route:
         """What it asks of a prefill replica."""
-        start = self.plan.hit.start if self.plan else 0
-        return Route(request_id=self.id, num_new=self.submit.num_prompt_tokens - start, num_cached=start)
+        hit, submit = self.plan.hit if self.plan else Hit(), self.submit
+        num_cached = hit.num_blocks * BLOCK_TOKENS
+        return Route(
+            request_id=self.id,
+            num_new=submit.num_prompt_tokens - num_cached,
+            num_cached=num_cached,
+            num_replayed=hit.num_replayed,
+            num_blocks=hit.num_blocks,
+            deadline_ns=submit.limits.deadline_ns,
+            tenant=submit.tenant,
+        )
 
     def dispatch(self, replica: str, now_s: float) -> int:
         """A prefill replica is about to be given the request. The epoch it holds it under.
@@ -130,7 +142,11 @@ class Request:
         return self.epoch
 
     def to_dispatch(self, entrypoint: str, routed: Routed, prompt: Payload) -> Dispatch:
-        """The message that gives it to the replica, under the present epoch."""
+        """The message that gives it to the replica, under the present epoch. Nothing may be left `to_encode`."""
+        prefix = self.plan.prefix if self.plan else None
+        images_from, images = self.images.given(self._images_from())
+        if prefix is not None and images_from:
+            prefix = structs.replace(prefix, images_from=images_from)
         return Dispatch(
             request_id=self.id,
             entrypoint=entrypoint,
@@ -141,18 +157,31 @@ class Request:
             num_prompt_tokens=self.submit.num_prompt_tokens,
             sampling=self.submit.sampling,
             limits=self.submit.limits,
-            images=self.embeddings(),
+            images=images,
             exact=self.submit.exact,
-            prefix=self.plan.prefix if self.plan else None,
+            prefix=prefix,
             branches=self.submit.branches,
+            tenant=self.submit.tenant,
         )
 
-    def shortened(self, said: HitShortened) -> None:
-        """Prefill restored less, or otherwise. What is said of an earlier dispatch than the last one does not count."""
+    def shortened(self, said: HitShortened) -> bool:
+        """Prefill restores less, or otherwise; or returns the request for that. True if somebody has to place it anew.
+
+        What is said of an earlier dispatch than the last one does not count, so each is returned once at most.
+        """
         is_decoding = self.owner is not None and self.owner.role is Role.DECODE
-        if said.epoch == (self.claimed_from if is_decoding else self.epoch) and self.end is None:
+        if said.epoch != (self.claimed_from if is_decoding else self.epoch) or self.end is not None:
+            return False
+        if not said.is_returned:
             self.hit = Hit(said.num_blocks, said.start)
             self.is_approximate = said.approximate
+            return False
+        if self.owner is None or is_decoding:
+            return False
+        self.num_returns += 1
+        self.refused()
+        must_begin, self.is_placing = not self.is_placing, True
+        return must_begin
 
     def num_cached(self, first_index: int) -> int:
         """Tokens of its prompt that were not computed, to be said with its output from index 0 on."""
@@ -168,7 +197,7 @@ class Request:
         self.heard_s = now_s
 
     def refused(self) -> None:
-        """The replica did not take it (or did not say): whatever it does under that epoch no longer counts."""
+        """The replica did not take it, or did not say, or returned it: what it does under that epoch counts no more."""
         self.is_dispatching = False
         self.epoch = next(self.epochs)
         self.owner = None
@@ -214,6 +243,11 @@ class Request:
         self.ended_s = now_s
         self.prompt, self.names, self.plan = b"", None, None
         return True
+
+
+def failed(failure: Failure) -> Failed:
+    """How a request ends that cannot go on."""
+    return Failed(failure=failure)
 
 
 def end_by(reason: CancelReason) -> End:

@@ -60,7 +60,9 @@ def test_windows_at_the_end_or_one_block_before_it_or_a_replay(ends: tuple[int, 
         assert known is not None and known.hit.start == start
         assert known.is_approximate is not bool(set(ends) & {8, 9})
         route = known.route()
-        assert (route.num_new, route.num_cached) == (LONG - start, start)
+        num_blocks = 8 if 8 in ends and 9 not in ends else 9
+        assert (route.num_blocks, route.num_replayed) == (num_blocks, num_blocks * 128 - start)
+        assert (route.num_new, route.num_cached) == (LONG - num_blocks * 128, num_blocks * 128)
 
     played(play)
 

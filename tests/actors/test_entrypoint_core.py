@@ -7,11 +7,12 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from actors.entrypoint.request import Owner, Request, Verdict
 from actors.entrypoint.shard import RETENTION_S, SILENCE_S, Shard
 from actors.rules.hit import Hit
+from schemas.cache import HitShortened
 from schemas.handover import Claimed, ClaimRefused
 from schemas.message import Role
 from schemas.request import Cancelled, Finished, FinishReason, Limits, Resend
@@ -22,6 +23,12 @@ STOP = Finished(reason=FinishReason.STOP)
 
 def new() -> Request:
     return Request(submit(), itertools.count(1), heard_s=0.0)
+
+
+def returned(epoch: int) -> HitShortened:
+    return HitShortened(
+        request_id="r1", epoch=epoch, num_blocks=0, start=0, approximate=False, reason="test", is_returned=True
+    )
 
 
 def decoding() -> Request:
@@ -46,6 +53,37 @@ class TestRequest:
         second = request.dispatch("p1", 0.0)
         assert isinstance(request.claim(first, "d0", 0.0), ClaimRefused)
         assert isinstance(request.claim(second, "d0", 0.0), Claimed)
+
+    def test_a_returned_request_waits_again_and_what_was_said_before_is_void(self) -> None:
+        request = new()
+        first = request.dispatch("p0", 0.0)
+        assert not request.shortened(returned(first)), "whoever dispatched it is still at it, and goes on"
+        assert request.must_be_placed() and request.num_returns == 1
+        second = request.dispatch("p0", 0.0)
+        request.dispatched(0.0)
+        request.is_placing = False
+        assert not request.shortened(returned(first))
+        assert isinstance(request.claim(first, "d0", 0.0), ClaimRefused) and request.epoch == second
+        assert request.shortened(returned(second)) and not request.shortened(returned(second))
+        assert request.must_be_placed() and isinstance(request.claim(second, "d0", 0.0), ClaimRefused)
+
+    def test_what_decode_has_or_what_has_ended_is_not_returned(self) -> None:
+        request = decoding()
+        request.is_placing = False
+        for epoch in (0, 1, 2):
+            assert not request.shortened(returned(epoch)) and request.owner == Owner(Role.DECODE, "d0")
+        ended = new()
+        epoch = ended.dispatch("p0", 0.0)
+        ended.is_placing = False
+        assert ended.finish(Cancelled(), 0.0) and not ended.shortened(returned(epoch))
+        assert not ended.must_be_placed()
+
+    def test_a_route_says_what_is_to_be_done_for_whom_and_until_when(self) -> None:
+        route = Request(
+            submit(num_tokens=300, tenant="acme", limits=Limits(max_tokens=1, deadline_ns=9)), itertools.count(1), 0.0
+        ).route()
+        assert (route.num_new, route.num_cached, route.num_replayed, route.num_blocks) == (300, 0, 0, 0)
+        assert (route.tenant, route.deadline_ns) == ("acme", 9)
 
     def test_tokens_of_another_epoch_do_not_count(self) -> None:
         request = decoding()
@@ -154,13 +192,45 @@ class OneEnd(RuleBasedStateMachine):
         self.request = request
         self.ends: list[Any] = []
         self.epochs: set[int] = set()
+        self.num_placing = 1
+        self.is_asking = False
 
+    @precondition(lambda self: self.num_placing and not self.is_asking)
     @rule(replica=st.sampled_from(["p0", "p1"]))
     def dispatch(self, replica: str) -> None:
-        if self.request.end is None:
+        """Whoever places it asks the next replica, or has nothing to do any more."""
+        if self.request.must_be_placed():
             epoch = self.request.dispatch(replica, 0.0)
             assert epoch not in self.epochs
             self.epochs.add(epoch)
+            self.asked, self.is_asking = epoch, True
+        else:
+            self.num_placing, self.request.is_placing = 0, False
+
+    @precondition(lambda self: self.is_asking)
+    @rule(is_taken=st.booleans())
+    def answer(self, is_taken: bool) -> None:
+        """Its answer, which may come behind the claim, or behind the return."""
+        self.is_asking = False
+        if self.request.epoch != self.asked:
+            return
+        if is_taken:
+            self.request.dispatched(0.0)
+        else:
+            self.request.refused()
+            self.epochs.add(self.request.epoch)
+
+    @rule(behind=st.integers(0, 3))
+    def give_back(self, behind: int) -> None:
+        before, owner, is_over = self.request.epoch, self.request.owner, self.request.end is not None
+        must_begin = self.request.shortened(returned(before - behind))
+        self.num_placing += must_begin
+        if self.request.epoch != before:
+            assert not behind and not is_over and owner is not None and owner.role is Role.PREFILL
+            assert self.request.epoch not in self.epochs
+            self.epochs.add(self.request.epoch)
+        else:
+            assert self.request.owner == owner and not must_begin
 
     @rule(behind=st.integers(0, 3), replica=st.sampled_from(["d0", "d1"]))
     def claim(self, behind: int, replica: str) -> None:
@@ -189,6 +259,11 @@ class OneEnd(RuleBasedStateMachine):
     def cancel(self) -> None:
         if self.shard.finish(self.request, Cancelled(), 0.0):
             self.ends.append(self.request.end)
+
+    @invariant()
+    def one_places_it_while_it_waits(self) -> None:
+        assert self.num_placing == self.request.is_placing <= 1
+        assert self.num_placing or not self.request.must_be_placed()
 
     @invariant()
     def tokens_are_in_order_and_the_end_is_one(self) -> None:
