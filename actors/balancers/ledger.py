@@ -53,7 +53,8 @@ class Replica:
     `since_s`: when this incarnation was first heard of. `reported`: what its report lists and is not released yet.
     `reserved`: own reservations, of which its report does not know those that are `coming`. `work`: what its report
     says of nanoseconds. `free_s`: when it will be out of work, or has been since: what it reported and what was
-    reserved since, worked off one after the other. `refused_s`: when it last failed to take what was routed to it.
+    reserved since, worked off one after the other; of that, `coming_ns` are coming. `refused_s`: when it last failed
+    to take what was routed to it.
     """
 
     report: LoadReported
@@ -64,6 +65,7 @@ class Replica:
     coming: dict[int, Reservation] = field(default_factory=dict)
     work: PrefillLoad = _NO_TIME
     free_s: float = 0.0
+    coming_ns: float = 0.0
     refused_s: float = float("-inf")
 
     @property
@@ -76,6 +78,11 @@ class Replica:
         return len(self.reported) + len(self.coming)
 
     @property
+    def num_unfinished(self) -> int:
+        """Those that are not yet computed: the others only wait to be handed over."""
+        return min(self.num_requests, self.report.num_running + self.report.num_waiting + len(self.coming))
+
+    @property
     def is_full(self) -> bool:
         """It holds as many requests as it ever can."""
         return self.num_requests >= self.report.capacity_requests
@@ -85,8 +92,12 @@ class Replica:
         return self.coming.values()
 
     def left_s(self, now_s: float) -> float:
-        """Seconds of work there and on its way."""
-        return max(0.0, self.free_s - now_s)
+        """Seconds of work there and on its way.
+
+        What is not released is at most half done: without it, a balancer that hears no reports and shares its
+        replicas with others would take them for idle, and never notice one that is slow.
+        """
+        return max(0.0, self.free_s - now_s, self.coming_ns / 2e9)
 
     def is_silent(self, now_s: float) -> bool:
         """It was not heard of lately."""
@@ -132,7 +143,8 @@ class Ledger:
         replica.refused_s = float("-inf")
         replica.coming = {id: held for id, held in replica.reserved.items() if id not in reported}
         replica.work = PrefillLoad.of(report.detail) if report.role is Role.PREFILL else _NO_TIME
-        left_ns = replica.work.total_ns + sum(held.ns for held in replica.coming.values())
+        replica.coming_ns = sum(held.ns for held in replica.coming.values())
+        left_ns = replica.work.total_ns + replica.coming_ns
         replica.free_s = now_s + left_ns / 1e9 if left_ns else min(replica.free_s, now_s)
 
     def eligible(self, excluded: Collection[str], now_s: float) -> list[Replica]:
@@ -155,8 +167,9 @@ class Ledger:
     def reserve(self, reservation: int, replica: Replica, route: Route, now_s: float) -> None:
         """Note that work is on its way to a replica."""
         work = Work(route.num_new, route.num_cached, route.num_replayed, route.num_blocks)
-        ns = replica.work.cost.ns(work.terms())
+        ns = replica.work.cost.work_ns(work)
         replica.free_s = now_s + replica.left_s(now_s) + ns / 1e9
+        replica.coming_ns += ns
         held = Reservation(route, now_s, ns, replica.free_s)
         replica.reserved[reservation] = replica.coming[reservation] = held
         self._holder[reservation] = replica.id
@@ -168,12 +181,13 @@ class Ledger:
             return False
         replica = self._replicas[holder]
         held = replica.reserved.pop(reservation)
-        replica.coming.pop(reservation, None)
+        if replica.coming.pop(reservation, None) is not None:
+            replica.coming_ns -= held.ns
         replica.reported.discard(reservation)
         # What was done is worked off by time already; what ends sooner than it can be done was not done.
         replica.free_s -= max(0.0, held.ns / 1e9 - (now_s - held.made_s))
         if not replica.num_requests:
-            replica.free_s = min(replica.free_s, now_s)
+            replica.free_s, replica.coming_ns = min(replica.free_s, now_s), 0.0
         return True
 
     def refused(self, id: str, now_s: float) -> None:

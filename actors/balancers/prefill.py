@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from actors.balancers.choice import Full
 from actors.balancers.ledger import Replica
-from actors.rules.cost import Work
+from actors.rules.cost import Terms, Work
 from schemas.routing import Route
 
 RAMP_S = 10.0
@@ -15,18 +15,30 @@ RAMP_START = 0.25
 """A replica heard of for less than RAMP_S counts as slower, by this factor at first: its costs are those of a few
 dummy prompts, its caches are cold, and many balancers see it empty at once. It takes five heartbeats to be known."""
 
+EQUAL_PART = 0.25
+"""Ends that differ by less than this part of the request's own time are equal, and then whoever has been out of work
+longest gets it. Always the fastest of the idle would be busy 2.4 times as much as the mean at 40 % load, 1.25 times at
+80 %; this way it is 1.14 and 1.02 times, and no percentile is worse (replicas that differ by 10 % either way)."""
+
 MAX_WAIT_S = 240.0
 """Queueing longer than this is hopeless, also without a deadline. Both official SDKs give up after 600 s: this leaves
 two minutes to compute the longest prompt, and four to answer."""
 
 
 class ComputeQuota:
-    """The replica that would be done first: argmin of (outstanding + cost) / ramp, in the replica's own nanoseconds.
+    """The replica that would be done with the request first: argmin of (wait + cost) / ramp, where the request waits
+    for all that is outstanding there, or, if that is less, for as much of each request as it takes itself:
 
-    What is done when, is asked of totals: whose work waits there does not matter to the choice. It matters to whether
-    there is one: a replica serves its tenants in turns, so that a tenant waits for its own work and as much of each
-    other's, or for all of it if that is less. When even that is later than the deadline, or than MAX_WAIT_S, the
-    request is refused, and the tenant that floods is refused first.
+        wait = min(outstanding, num_requests x cost)
+
+    A replica gives half of each step to the oldest of its requests and half to the least (see prefill), so a short
+    prompt does not wait for a long one, and a long one waits for all. With `outstanding` alone short prompts gather
+    where few are long: simulated at 80 % load, p99 slowdown 3.5 in place of 2.2, the same p99 TTFT.
+
+    Whose work waits there does not matter to the choice. It matters to whether there is one: tenants are served in
+    turns, so that one waits for its own work and as much of each other's, or for all of it if that is less. When even
+    that is later than the deadline, or than MAX_WAIT_S, the request is refused: the tenant that floods is refused
+    first.
 
     `seed` decides among equals, differently in each balancer, so that several do not fill the same one first.
     """
@@ -36,22 +48,28 @@ class ComputeQuota:
         self._ranks: dict[str, bytes] = {}
 
     def __call__(self, replicas: Sequence[Replica], route: Route, now_s: float, now_ns: int) -> Replica:
-        terms = Work(route.num_new, route.num_cached, route.num_replayed, route.num_blocks).terms()
-        best, best_s, best_ns = None, 0.0, 0.0
+        work = Work(route.num_new, route.num_cached, route.num_replayed, route.num_blocks)
+        terms: dict[float, Terms] = {}
+        scores = []
         for replica in replicas:
             if replica.is_full:
                 continue
-            cost_ns = replica.work.cost.ns(terms)
-            end_s = (replica.left_s(now_s) + cost_ns / 1e9) / ramp(now_s - replica.since_s)
-            if best is None or end_s < best_s or (end_s == best_s and self._order(replica) < self._order(best)):
-                best, best_s, best_ns = replica, end_s, cost_ns
-        if best is None:
+            cost = replica.work.cost
+            if cost.step_tokens not in terms:  # the same in most of a thousand
+                terms[cost.step_tokens] = work.terms(int(cost.step_tokens))
+            cost_s = cost.ns(terms[cost.step_tokens]) / 1e9
+            wait_s = min(replica.left_s(now_s), replica.num_unfinished * cost_s)
+            scores.append(((wait_s + cost_s) / ramp(now_s - replica.since_s), cost_s, replica))
+        if not scores:
             raise Full(f"all {len(replicas)} prefill replicas are full")
-        self._check(best, route, best_ns / 1e9, now_s, now_ns)
+        first_s, cost_s, _ = min(scores, key=lambda score: score[0])
+        equals = [score for score in scores if score[0] <= first_s + EQUAL_PART * cost_s]
+        _, cost_s, best = min(equals, key=lambda score: self._order(score[2]))
+        self._check(best, route, cost_s, now_s, now_ns)
         return best
 
     def _order(self, replica: Replica) -> tuple[float, bytes]:
-        """Among equals: who has been idle longest."""
+        """Among equals: who is out of work first, or has been longest."""
         rank = self._ranks.get(replica.id)
         if rank is None:
             rank = hashlib.blake2b(f"{self._seed}\0{replica.id}".encode(), digest_size=8).digest()
