@@ -30,6 +30,7 @@ TIMEOUT_S = 10.0
 """For one file, the wait for a thread included."""
 
 CHECK_S = 0.05
+_INSTEAD = "retry, or send the image itself, in base64"
 log = logging.getLogger(__name__)
 
 Fetch = Callable[[str], bytes | Failure]
@@ -115,7 +116,7 @@ class Fetches:
                 outcome = self._fetch(url)
             except Exception:
                 log.exception("an image at a URL could not be fetched")
-                outcome = _late(has_begun=True)
+                outcome = Failure(code=Code.IMAGE_UNREACHABLE, message=f"the image could not be fetched: {_INSTEAD}")
             with suppress(RuntimeError):  # the loop has ended: nobody waits
                 loop.call_soon_threadsafe(end, outcome)
 
@@ -126,7 +127,7 @@ class Fetches:
 
 def _late(*, has_begun: bool) -> Failure:
     if has_begun:
-        message = f"the image did not come within {TIMEOUT_S:.0f} s: retry, or send the image itself, in base64"
+        message = f"the image did not come within {TIMEOUT_S:.0f} s: {_INSTEAD}"
         return Failure(code=Code.IMAGE_UNREACHABLE, message=message)
-    message = "too many images are being fetched: retry later, or send the image itself, in base64"
+    message = f"too many images are being fetched: {_INSTEAD}"
     return Failure(code=Code.OVERLOADED, message=message)

@@ -36,7 +36,7 @@ def _is_public(address: IPv4Address | IPv6Address) -> bool:
             return _is_public(meant)
         if address not in _UNICAST or address.scope_id:
             return False
-    return address.is_global and not address.is_multicast and not address.is_reserved
+    return address.is_global and not address.is_multicast
 
 
 def _meant(address: IPv6Address) -> IPv4Address | None:
