@@ -96,7 +96,8 @@ def _session(random: Random, habits: Habits, at_s: float, num_turns: int, number
         num_output = _draw(random, habits.num_generated)
         if num_tokens + num_output > habits.max_context:
             break
-        turns.append(Arrival(at_s, num_tokens, num_output, blocks[: num_blocks(num_tokens)], "agents"))
+        num, num_more = num_blocks(num_tokens), num_blocks(num_tokens + num_output)
+        turns.append(Arrival(at_s, num_tokens, num_output, blocks[:num], "agents", blocks[num:num_more]))
         at_s += habits.turn_ns() / 1e9 + num_output * TPOT_S + random.expovariate(1 / habits.tool_s)
         num_tokens += num_output
     return turns

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from actors.rules.chain import BLOCK_TOKENS
 
-_VOCABULARY_BITS = 17
+VOCABULARY_BITS = 17
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -19,7 +19,8 @@ class Arrival:
     """One request. `blocks` has an id (below 2^64) for each block of 128 tokens that its prompt begins, the last one
     as a rule not complete: ceil(num_tokens / 128) of them.
 
-    Prompts share a prefix exactly where their ids are equal from the first one on.
+    Prompts share a prefix exactly where their ids are equal from the first one on. `more`: the ids of the blocks that
+    prompt and answer begin together, from where `blocks` ends, when a later prompt goes on from the answer.
     """
 
     at_s: float
@@ -27,6 +28,7 @@ class Arrival:
     num_output: int
     blocks: tuple[int, ...]
     tenant: str = ""
+    more: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.num_tokens < 1 or self.num_output < 1 or len(self.blocks) != num_blocks(self.num_tokens):
@@ -35,6 +37,14 @@ class Arrival:
     def tokens(self) -> npt.NDArray[np.uint32]:
         """The prompt, [num_tokens] uint32: worked out anew each time."""
         return tokens_of(self.blocks)[: self.num_tokens]
+
+    def answer(self) -> npt.NDArray[np.uint32]:
+        """The answer, [num_output] uint32: as a later prompt has it; zeros where none has."""
+        if num_blocks(self.num_tokens + self.num_output) != len(self.blocks) + len(self.more):
+            return np.zeros(self.num_output, np.uint32)
+        start = self.num_tokens % BLOCK_TOKENS
+        blocks = self.blocks[-1:] + self.more if start else self.more
+        return tokens_of(blocks)[start : start + self.num_output]
 
 
 def num_blocks(num_tokens: int) -> int:
@@ -56,6 +66,6 @@ def tokens_of(blocks: Sequence[int]) -> npt.NDArray[np.uint32]:
     step = (drawn >> np.uint64(32)).astype(np.uint32) | np.uint32(1)
     tokens = np.multiply.outer(step, np.arange(BLOCK_TOKENS, dtype=np.uint32))
     tokens += drawn.astype(np.uint32)[:, None]
-    tokens >>= np.uint32(32 - _VOCABULARY_BITS)
+    tokens >>= np.uint32(32 - VOCABULARY_BITS)
     flat: npt.NDArray[np.uint32] = tokens.reshape(-1)
     return flat

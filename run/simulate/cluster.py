@@ -14,7 +14,8 @@ from bus.bulk import Bulk
 from bus.bus import Bus
 from bus.files import Files
 from bus.memory import MemoryBroker
-from kernels.engine import EngineInfo
+from kernels.engine import EngineInfo, Tokens
+from run.simulate.arrival import VOCABULARY_BITS
 from run.simulate.engine import SimEngine
 from run.simulate.store import SimKeeper, SimLoader, SimMetadata, Store
 from run.simulate.truth import Truth
@@ -64,10 +65,10 @@ class SimDecode(Decode):
 class Cluster(World):
     """So many replicas, each of its own speed, with one policy for prompts."""
 
-    def __init__(self, seed: int, truth: Truth, outputs: Mapping[str, int]) -> None:
+    def __init__(self, seed: int, truth: Truth, answers: Mapping[str, Tokens]) -> None:
         super().__init__(seed, MemoryBroker())
         self._truth = truth
-        self._outputs = outputs
+        self._answers = answers
         self._speeds = random.Random(f"speeds {seed}")
         self.store = Store()
         self.prefill: list[SimEngine] = []
@@ -96,8 +97,8 @@ class Cluster(World):
         info = EngineInfo(
             model="simulated",
             layout="simulated",
-            vocab_size=1 << 17,
-            eos_token=1,
+            vocab_size=1 + (1 << VOCABULARY_BITS),
+            eos_token=1 << VOCABULARY_BITS,
             max_tokens=MAX_TOKENS,
             num_slots=num_slots,
             max_step_tokens=16384,
@@ -107,4 +108,4 @@ class Cluster(World):
         )
         speed = self._speeds.uniform(1 - SPREAD, 1 + SPREAD)
         chance = random.Random(self._speeds.getrandbits(64))
-        return SimEngine(info, self._truth, self._outputs, speed=speed, chance=chance)
+        return SimEngine(info, self._truth, self._answers, speed=speed, chance=chance)

@@ -1,6 +1,6 @@
 """An engine that only spends time, by a `Truth`, and spends it fast: decode steps in which nothing happens are one.
 
-It keeps the Engine contract without tokens that mean anything: what a policy does not change is not simulated.
+It keeps the Engine contract, with answers that are known beforehand: what a policy does not change is not simulated.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kernels.engine import Admission, Chunk, EngineInfo, ImageRows, Prefix, Sampling
+from kernels.engine import Admission, Chunk, EngineInfo, ImageRows, Prefix, Sampling, Tokens
 from run.simulate.truth import Piece, Truth
 
 _STATE = struct.Struct("<Q")
-_SOME_TOKEN = 7
 
 
 @dataclass(slots=True)
@@ -29,7 +28,7 @@ class _Request:
 
 
 class SimEngine:
-    """One replica's. `outputs`: how many tokens the answer to each request has, which nobody else knows.
+    """One replica's. `answers`: the tokens of each request's answer, which nobody else knows.
 
     `speed`: of its steps; `mean_accepted`: tokens a decode step yields for one request, drafts included.
     """
@@ -38,7 +37,7 @@ class SimEngine:
         self,
         info: EngineInfo,
         truth: Truth,
-        outputs: Mapping[str, int],
+        answers: Mapping[str, Tokens],
         *,
         speed: float,
         chance: random.Random,
@@ -46,7 +45,7 @@ class SimEngine:
     ) -> None:
         self._info = info
         self._truth = truth
-        self._outputs = outputs
+        self._answers = answers
         self._speed = speed
         self._chance = chance
         self._mean_accepted = mean_accepted
@@ -54,8 +53,6 @@ class SimEngine:
         self._num_reserved = 0
         self._news = asyncio.Event()
         self.busy_s = 0.0
-        self.started_s: dict[str, float] = {}
-        """When the first step of each prompt began, by the loop's clock."""
 
     @property
     def info(self) -> EngineInfo:
@@ -105,10 +102,9 @@ class SimEngine:
         (self._requests[key].num_tokens,) = _STATE.unpack(state)
 
     async def prefill(self, chunks: Sequence[Chunk]) -> int:
-        now_s, pieces = asyncio.get_running_loop().time(), []
+        pieces = []
         for chunk in chunks:
             request, num_tokens = self._requests[chunk.key], len(chunk.tokens)
-            self.started_s.setdefault(chunk.key, now_s)
             is_last = request.num_tokens + num_tokens == request.bounded_prompt
             pieces.append(Piece(num_tokens, request.num_tokens, is_last))
             request.num_tokens += num_tokens
@@ -120,9 +116,9 @@ class SimEngine:
     async def decode(self, keys: Sequence[str]) -> list[list[int]]:
         """As many steps as nothing happens in: the first one of a request is taken alone, and the last of one ends
         them all."""
-        requests = [(self._requests[key], self._outputs[key]) for key in keys]
+        requests = [(self._requests[key], self._answers[key]) for key in keys]
         step_s = self._truth.decode_ns(len(keys)) * self._truth.disturbed(self._chance) / self._speed / 1e9
-        num_steps = min(self._steps_left(request, num_output) for request, num_output in requests)
+        num_steps = min(self._steps_left(request, len(answer)) for request, answer in requests)
         self._news.clear()
         loop = asyncio.get_running_loop()
         began_s = loop.time()
@@ -135,20 +131,19 @@ class SimEngine:
                 pass  # nothing happened
         await asyncio.sleep(began_s + num_steps * step_s - loop.time())
         self.busy_s += num_steps * step_s
-        return [self._advance(request, num_output, num_steps) for request, num_output in requests]
+        return [self._advance(request, answer, num_steps) for request, answer in requests]
 
     def _steps_left(self, request: _Request, num_output: int) -> int:
         if not request.num_steps:
             return 1
         return max(1, math.ceil(num_output / self._mean_accepted) + 1 - request.num_steps)
 
-    def _advance(self, request: _Request, num_output: int, num_steps: int) -> list[int]:
+    def _advance(self, request: _Request, answer: Tokens, num_steps: int) -> list[int]:
         """The tokens of so many steps: one of the first, `mean_accepted` on average of the others."""
         request.num_steps += num_steps
         wanted = 1 + math.floor((request.num_steps - 1) * self._mean_accepted)
-        num_new = min(wanted, num_output) - request.num_emitted
-        request.num_emitted += num_new
-        tokens = [_SOME_TOKEN] * num_new
-        if wanted > num_output:
+        first, request.num_emitted = request.num_emitted, min(wanted, len(answer))
+        tokens: list[int] = answer[first : request.num_emitted].tolist()
+        if wanted > len(answer):
             tokens.append(self._info.eos_token)
         return tokens

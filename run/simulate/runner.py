@@ -124,9 +124,9 @@ async def _run(
     arrivals: Sequence[Arrival], policy: str, options: Options, truth: Truth, progress: Callable[[float], None]
 ) -> Result:
     ids = [f"r{number}" for number in range(len(arrivals))]
-    outputs = {id: arrival.num_output for id, arrival in zip(ids, arrivals, strict=True)}
+    answers = {id: arrival.answer() for id, arrival in zip(ids, arrivals, strict=True)}
     blocks = {id: arrival.blocks for id, arrival in zip(ids, arrivals, strict=True)}
-    cluster = Cluster(options.seed, truth, outputs)
+    cluster = Cluster(options.seed, truth, answers)
     await cluster.open(
         options.num_prefill, options.num_decode, choice_of(policy, blocks, options.overlap_weight)
     )
