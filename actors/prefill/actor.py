@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from msgspec import structs
 from opentelemetry import trace
-from opentelemetry.trace import StatusCode
 
-from actors.prefill.batch import Batch, Job, Loading, is_meant
-from actors.prefill.disk import Loader
-from actors.prefill.phases import Phases
+from actors.prefill.batch import Batch
+from actors.prefill.computing import compute, measure
+from actors.prefill.disk import LOAD_BYTES, MAX_IMAGE_BYTES, Loader, image_bytes, pull
+from actors.prefill.job import Job, Loading, is_meant
+from actors.prefill.phases import Phases, note_failure
 from actors.prefill.restore import NOTHING
+from actors.rules.cost import PUBLISHED, Terms
 from actors.rules.emission import Held, resend_answer
+from actors.rules.meter import Meter
 from actors.rules.ring import Ring
 from bus.actor import Actor, Envelope, Handler
 from bus.bulk import Bulk
@@ -40,21 +44,15 @@ from schemas.failure import Code, Failure
 from schemas.handover import Dispatch, Dispatched, Refused
 from schemas.message import Role
 from schemas.request import Cancel, CancelAcknowledged, Resend, TokensEmitted
-from schemas.routing import LoadReported, Release, Route
+from schemas.routing import LoadReported, Release
 
 log = logging.getLogger("shoal.prefill")
 
 MAX_QUEUED = 1024
 """Requests here at most, from their arrival to the end of their hand-over; more are refused."""
 
-MAX_IMAGE_BYTES = 2 << 30
-"""Encoded images of all of them; more are refused."""
-
-PULL_S = 8.0
-"""For a long prompt, or images; less than the entrypoint waits for our answer."""
-
-LOAD_BYTES = 1 << 30
-"""Of cached blocks that are being loaded, or wait for the engine."""
+REPORT_S = 0.5
+"""Between two load reports of a replica where something changes; the balancer knows what it sent meanwhile itself."""
 
 
 class Prefill(Actor):
@@ -69,14 +67,13 @@ class Prefill(Actor):
         super().__init__(id, bus)
         self._bulk = bulk
         self._engine = engine
-        self.batch = Batch()
+        self.batch = Batch(Meter(replace(PUBLISHED, step_tokens=engine.info.max_step_tokens)))
         self.keeper = Keeper(bus, bulk, f"{self.role}/{id}", Ring, self.spawn, snapshot_bytes)
         self.loader = Loader(bus, files, self.keeper.snapshots, self.spawn, self._on_loaded, self.report_load)
         self._pulling: dict[str, Dispatch] = {}
         self._leaving: dict[str, tuple[Job, Offering]] = {}
         self._phases = Phases(id)
-        self._num_computed = 0  # tokens
-        self._has_work = asyncio.Event()
+        self._has_work, self._has_changed = asyncio.Event(), asyncio.Event()
 
     def handlers(self) -> Mapping[Subject[Any, Any], Handler]:
         return {
@@ -91,8 +88,10 @@ class Prefill(Actor):
 
     async def on_start(self) -> None:
         await self._engine.start()
+        await measure(self._engine, self.batch.meter)
         await self.keeper.start()
         self.spawn(self._step_loop())
+        self.spawn(self._report_changes())
 
     async def on_stop(self) -> None:
         self.keeper.close()
@@ -101,18 +100,17 @@ class Prefill(Actor):
         self._phases.end_all()
 
     def load(self) -> LoadReported:
-        jobs = [*self.batch, *(job for job, _ in self._leaving.values())]
         return structs.replace(
             super().load(),
-            num_running=sum(job.is_admitted for job in self.batch),
-            num_waiting=sum(not job.is_admitted for job in self.batch),
+            num_running=self.batch.num_running,
+            num_waiting=len(self.batch) - self.batch.num_running,
             num_tokens=self.batch.num_tokens_left,
             capacity_requests=MAX_QUEUED,
             capacity_tokens=self._engine.info.capacity_tokens,
-            reservations=[job.dispatch.reservation for job in jobs],
+            reservations=[job.dispatch.reservation for job in (*self.batch, *(job for job, _ in self._leaving.values()))],
             detail={
                 "handing_over": float(len(self._leaving)),
-                "computed_tokens": float(self._num_computed),
+                **self.batch.detail(self.now_s()),
                 **self.loader.detail(),
                 **self.keeper.detail(),
             },
@@ -129,9 +127,7 @@ class Prefill(Actor):
             return Refused(reason=f"prefill {self.id} takes no more requests now")
         if dispatch.prompt.handle is None and not dispatch.images:
             return self._queue(dispatch, dispatch.prompt.inline, [], envelope)
-        pulled = [dispatch, *self._pulling.values()]
-        num_bytes = sum(image.embeddings.size_bytes for other in pulled for image in other.images)
-        if self.batch.num_image_bytes + num_bytes > MAX_IMAGE_BYTES:
+        if self.batch.num_image_bytes + image_bytes([dispatch, *self._pulling.values()]) > MAX_IMAGE_BYTES:
             return Refused(reason=f"prefill {self.id} has no room for more images now")
         self._pulling[dispatch.request_id] = dispatch  # now: a cancel may be right behind
         self.spawn(self._pull_and_queue(dispatch, envelope))
@@ -140,10 +136,7 @@ class Prefill(Actor):
     async def _pull_and_queue(self, dispatch: Dispatch, envelope: Envelope) -> None:
         """A long prompt comes by handle, as images do. Meanwhile it can be asked after, and cancelled."""
         try:
-            prompt, *rows = await asyncio.gather(
-                self._bulk.unwrap(dispatch.prompt, timeout_s=PULL_S),
-                *(self._bulk.pull(image.embeddings, timeout_s=PULL_S) for image in dispatch.images),
-            )
+            prompt, rows = await pull(self._bulk, dispatch)
             if self._pulling.get(dispatch.request_id) is not dispatch:
                 raise fail(Code.CANCELLED, "the request was cancelled")
             await envelope.answer(self._queue(dispatch, prompt, rows, envelope))
@@ -164,10 +157,13 @@ class Prefill(Actor):
             if known.dispatch.epoch >= dispatch.epoch:
                 return Dispatched()
             raise fail(Code.DUPLICATE_REQUEST, f"an earlier dispatch of {dispatch.request_id} is still being freed")
-        self.batch.add(job)
-        self._phases.begin(dispatch.request_id, envelope.context, "prefill queue")
+        job.arrived_s = self.now_s()
         if job.loading is Loading.NONE:
             self.loader.settle(job, NOTHING, "an exact request, or blocks of another space")
+        self.batch.add(job)
+        self._phases.begin(job.id, envelope.context, "prefill queue")
+        if job.is_returned:
+            self._drop(job)
         self._load_more()
         self._has_work.set()
         return Dispatched()
@@ -215,7 +211,11 @@ class Prefill(Actor):
             self.loader.begin(job, self._engine.info)
 
     def _on_loaded(self, job: Job) -> None:
-        self._phases.next(job.id, "prefill queue")
+        if job.is_returned:
+            self._drop(job)
+        else:
+            self._phases.next(job.id, "prefill queue")
+            self.batch.loaded(job)
         self._load_more()
         self._has_work.set()
 
@@ -231,6 +231,7 @@ class Prefill(Actor):
             if len(self._leaving) < self._engine.info.num_slots:
                 await self._admit()
             step = self.batch.next_step(self._engine.info.max_step_tokens)
+            self._has_changed.set()
             if step:
                 self._has_work.set()  # there may be more
                 await self._compute(step)
@@ -245,15 +246,24 @@ class Prefill(Actor):
             except ValueError as error:
                 await self._reject(job, Failure(code=Code.VISION_ERROR, message=str(error)))
             else:
-                await self.loader.resume(job, self._engine)
+                await self._resume(job)
         for job in hopeless:
             why = f"{len(job.tokens)} prompt tokens do not fit into prefill {self.id}"
             await self._reject(job, Failure(code=Code.CONTEXT_LENGTH, message=why))
         self._load_more()
 
+    async def _resume(self, job: Job) -> None:
+        """Give the engine what was loaded for a job, and note how long that takes."""
+        began_s = self.now_s()
+        await self.loader.resume(job, self._engine)
+        took_ns = (self.now_s() - began_s) * 1e9
+        self.batch.meter.add(Terms(steps=0, blocks=job.restored.hit.num_blocks), took_ns)
+        if job.is_returned:
+            self._drop(job)
+
     async def _compute(self, step: Sequence[tuple[Job, Chunk]]) -> None:
         try:
-            await self._engine.prefill([chunk for _, chunk in step])
+            await compute(self._engine, self.batch, step)
         except ValueError:
             log.exception("prefill %s: a step of %d requests failed", self.id, len(step))
             why = f"prefill {self.id} could not compute the request, or one computed with it"
@@ -261,9 +271,7 @@ class Prefill(Actor):
                 await self._reject(job, Failure(code=Code.INTERNAL, message=why))
             return
         jobs = []
-        for job, chunk in step:
-            job.num_done += len(chunk.tokens)
-            self._num_computed += len(chunk.tokens)
+        for job, _ in step:
             if not job.is_cancelled and (job.num_left or await self._finish(job)):
                 jobs.append(job)
         for job in jobs:  # now that all who are ready are on their way
@@ -312,6 +320,14 @@ class Prefill(Actor):
             release = Release(reservation=job.dispatch.reservation)
             self.spawn(self.bus.tell(RELEASE_PREFILL.at(job.dispatch.balancer), release))
 
+    async def _report_changes(self) -> None:
+        """Balancers hear of what changes at once, and of many changes together."""
+        while True:
+            await self._has_changed.wait()
+            self._has_changed.clear()
+            await self.report_load()
+            await asyncio.sleep(REPORT_S)
+
     # Handing over
 
     async def _hand_over(self, job: Job, state: bytes) -> None:
@@ -320,9 +336,8 @@ class Prefill(Actor):
         span.set_attribute("shoal.state_bytes", len(state))
         with trace.use_span(span):
             await self.loader.told(job)  # so that usage is right from the first token on
-            wanted = Route(request_id=job.id, num_new=job.dispatch.limits.max_tokens, num_cached=len(job.tokens))
             try:
-                await self._leaving[job.id][1].place(wanted)
+                await self._leaving[job.id][1].place(job.route())
             except BusError as error:
                 await self._fail(job, error.failure)
         self._leaving.pop(job.id, None)
@@ -331,7 +346,5 @@ class Prefill(Actor):
 
     async def _fail(self, job: Job, failure: Failure) -> None:
         """Tell the entrypoint the end. Stale by then if a decode replica had claimed the request after all."""
-        span = trace.get_current_span()
-        span.set_attribute("error.type", failure.code)
-        span.set_status(StatusCode.ERROR, failure.message)
+        note_failure(failure)
         await self.bus.tell(TOKENS.at(job.dispatch.entrypoint), job.failed(f"{self.role}/{self.id}", failure))

@@ -1,164 +1,38 @@
-"""What a prefill replica computes next: first come, first served, in chunks, with a token budget a step."""
+"""The requests of one prefill replica: which to load, to admit, to compute next, and how much is left of all."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from collections.abc import Iterator
 
-import numpy as np
+from actors.prefill.job import Job, Loading
+from actors.prefill.order import Turns, Waiting
+from actors.prefill.packing import STEP_NS, Packing
+from actors.rules.load import PrefillLoad
+from actors.rules.meter import Meter
+from kernels.engine import Admission, Chunk, Engine, Sampling
 
-from actors.prefill.keeping import Keeping
-from actors.prefill.restore import NOTHING, Fetched, Restored, check, plan
-from actors.rules.chain import BLOCK_TOKENS
-from kernels.engine import Admission, Chunk, Engine, ImageRows, Sampling, Tokens
-from schemas.bulk import Handle
-from schemas.cache import HitShortened
-from schemas.failure import Failure
-from schemas.handover import Dispatch, HandOver
-from schemas.request import Cancel, Failed, TokensEmitted
-from schemas.routing import Routed
+LONG_NS = 8 * STEP_NS
+"""A request with so much work is long: more than seven steps of its own."""
 
-CHUNK_GRAIN = BLOCK_TOKENS
-"""Chunks of a cut prompt are multiples of this (the block size), so that blocks fill at step ends."""
+MOST_REFUSED = 4
+"""So many requests for which the engine has no room now are asked for in a row, and no more."""
 
-
-class Loading(Enum):
-    """Of the cached beginning of a prompt: nothing to load; not begun; under way; done, and in memory."""
-
-    NONE = "none"
-    WAITING = "waiting"
-    RUNNING = "running"
-    DONE = "done"
-
-
-@dataclass(slots=True, eq=False)
-class Job:
-    """One dispatched request. `num_done` of its tokens are computed or restored; `is_admitted` while it has an engine
-    slot. `restored`: what is to be, or while it loads, what the entrypoint counts on. `keeping`: None if nothing is.
-    """
-
-    dispatch: Dispatch
-    tokens: Tokens
-    images: list[ImageRows] = field(default_factory=list)
-    num_done: int = 0
-    is_admitted: bool = False
-    is_cancelled: bool = False
-    loading: Loading = Loading.NONE
-    num_load_bytes: int = 0
-    restored: Restored = NOTHING
-    keeping: Keeping | None = None
-
-    @classmethod
-    def of(
-        cls,
-        dispatch: Dispatch,
-        prompt: bytes,
-        rows: Sequence[bytes],
-        *,
-        space: str = "",
-        block_bytes: int = 0,
-        branches: Sequence[int] = (),
-    ) -> Job:
-        """From what was pulled for it: the prompt, and the rows of each image. Blocks of another `space` are of no use.
-        `branches`: see `Keeping`.
-
-        Raises ValueError if that is not what was announced.
-        """
-        if not prompt or len(prompt) != 4 * dispatch.num_prompt_tokens:
-            raise ValueError(f"{len(prompt)} bytes came for {dispatch.num_prompt_tokens} prompt tokens")
-        tokens = np.frombuffer(prompt, dtype="<u4")
-        images = []
-        for image, data in zip(dispatch.images, rows, strict=True):
-            span = tokens[image.start : image.start + image.num_tokens]
-            if not len(span) or len(span) != image.num_tokens or (span != span[0]).any():
-                raise ValueError(f"the prompt has no place for an image of {image.num_tokens} tokens at {image.start}")
-            if not data or len(data) % (4 * len(span)):
-                raise ValueError(f"{len(data)} bytes came for an image of {image.num_tokens} tokens")
-            images.append(ImageRows(image.start, data))
-        job = cls(dispatch, tokens, images)
-        prefix = dispatch.prefix
-        if prefix is not None:
-            check(prefix, len(tokens))
-            job.restored = plan(prefix, len(tokens))
-            if prefix.space == space:
-                job.keeping = Keeping(prefix, tokens, block_bytes, branches)
-                if job.restored.hit.num_blocks and not dispatch.exact:
-                    job.loading = Loading.WAITING
-                    snapshots = [snapshot.handle.size_bytes for _, snapshot in prefix.snapshots]
-                    job.num_load_bytes = prefix.num_blocks * block_bytes + max(snapshots, default=0)
-        return job
-
-    @property
-    def id(self) -> str:
-        return self.dispatch.request_id
-
-    @property
-    def num_left(self) -> int:
-        return len(self.tokens) - (self.num_done if self.is_admitted else self.restored.hit.start)
-
-    @property
-    def num_at_once(self) -> int:
-        """How many of its tokens left to compute in its next step, if there is room."""
-        return self.num_left if self.keeping is None else self.keeping.cut(self.num_done, self.num_left)
-
-    def settle(self, restored: Restored, reason: str, fetched: Fetched | None = None) -> HitShortened | None:
-        """It has turned out what is restored, after what was `fetched`. The entrypoint is to be told if it is less."""
-        told, self.restored = self.restored, restored
-        self.num_load_bytes = sum(map(len, restored.payloads)) + len(restored.windows or b"")
-        if self.keeping is not None:
-            self.keeping.settle(restored, fetched)
-        return restored.shortened(told, self.id, self.dispatch.epoch, reason)
-
-    def resumed(self, num_done: int) -> None:
-        """What was restored is in the engine, and not needed here any more."""
-        self.num_done, self.loading = num_done, Loading.NONE
-        self.restored = replace(self.restored, payloads=(), windows=None)
-
-    def hand_over(self, to: Routed, state: Handle, layout: str) -> HandOver:
-        """What goes to a decode replica with its state."""
-        return HandOver(
-            request_id=self.id,
-            entrypoint=self.dispatch.entrypoint,
-            epoch=self.dispatch.epoch,
-            reservation=to.reservation,
-            balancer=to.balancer,
-            state=state,
-            layout=layout,
-            num_tokens=len(self.tokens),
-            sampling=self.dispatch.sampling,
-            limits=self.dispatch.limits,
-            chain=None if self.keeping is None else self.keeping.chain(),
-        )
-
-    def failed(self, source: str, failure: Failure) -> TokensEmitted:
-        """For the entrypoint: it ends here, by `failure`."""
-        return TokensEmitted(
-            source=source,
-            request_ids=[self.id],
-            epochs=[self.dispatch.epoch],
-            first_indexes=[0],
-            counts=[0],
-            tokens=[],
-            ends=[(0, Failed(failure=failure))],
-        )
-
-    def is_over(self, now_ns: int) -> bool:
-        """Nobody waits for it any more: cancelled, or past its deadline (its entrypoint then ends it by itself)."""
-        return self.is_cancelled or 0 < self.dispatch.limits.deadline_ns < now_ns
-
-
-def is_meant(cancel: Cancel, dispatch: Dispatch) -> bool:
-    """Whether this cancel is for this dispatch of its request, not for an earlier one."""
-    return not cancel.epoch or dispatch.epoch <= cancel.epoch
+MOST_PASSED = 32
+"""So many shorter requests may be given a slot before one that came earlier and has no room now; then all wait."""
 
 
 class Batch:
-    """The queue and the running set of one replica. Its order is the order of arrival; nothing overtakes what can
-    be computed: not what is loading, nor what is cut, which waits for its next step."""
+    """The queue and the running set of one replica. What loads delays nobody, and has its place when it is loaded."""
 
-    def __init__(self) -> None:
+    def __init__(self, meter: Meter) -> None:
+        self.meter = meter
+        self.num_computed = 0  # tokens
         self._jobs: dict[str, Job] = {}
+        self._running: dict[str, tuple[Job, bool]] = {}  # whether it was long, too
+        self._turns = Turns()
+        self._waiting = Waiting(self._turns)
+        self._packing = Packing(self._turns)
+        self._num_added = 0
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -173,12 +47,26 @@ class Batch:
         """Queue a job. Raises ValueError if one with its id is here."""
         if job.id in self._jobs:
             raise ValueError(f"request {job.id} is here already")
+        self._num_added += 1
+        job.number = self._num_added
         self._jobs[job.id] = job
+        self._turns.join(job.tenant)
+        if job.is_admitted:
+            self._running[job.id] = job, False
+        elif job.loading is Loading.NONE:
+            self.loaded(job)
+
+    def loaded(self, job: Job) -> None:
+        """There is nothing to load for it any more: it may have a slot."""
+        self._waiting.push(job, is_long=job.left_ns(self.meter.cost) >= LONG_NS)
 
     def remove(self, job: Job) -> None:
         """The job is computed, cancelled or failed. Idempotent."""
         if self._jobs.get(job.id) is job:
             del self._jobs[job.id]
+            self._running.pop(job.id, None)
+            self._waiting.remove(job)
+            self._turns.leave(job.tenant)
 
     def to_load(self, max_bytes: int) -> list[Job]:
         """The jobs that are to be loaded from now on, in order: together with all that are, and wait for the engine,
@@ -196,49 +84,67 @@ class Batch:
         return chosen
 
     def admit(self, engine: Engine) -> tuple[list[Job], list[Job]]:
-        """Give engine slots to waiting jobs in order, until one has to wait: those admitted, and those that can never
-        be (they stay in the queue). Those that are not loaded yet keep their place, and delay nobody."""
-        admitted, hopeless = [], []
-        for job in self._jobs.values():
-            if job.is_admitted or job.loading in (Loading.WAITING, Loading.RUNNING):
-                continue
-            sampling = job.dispatch.sampling
-            wanted = Sampling(temperature=sampling.temperature, top_p=sampling.top_p, seed=sampling.seed)
-            bounded = 0 if job.dispatch.exact else len(job.tokens)
-            admission = engine.admit(job.id, len(job.tokens), wanted, bounded_prompt=bounded)
-            if admission is Admission.LATER:
+        """Give engine slots to waiting jobs: those admitted, and those that can never be (they stay, without a turn).
+
+        Long ones have at most half of the slots, so that there are some that are free soon. For which the engine has no
+        room now, others may pass: MOST_PASSED at most before the one that came first, then it has the next room.
+        """
+        admitted: list[Job] = []
+        hopeless: list[Job] = []
+        refused: list[tuple[Job, bool]] = []
+        num_slots = engine.info.num_slots
+        while len(self._running) < num_slots and len(refused) < MOST_REFUSED:
+            oldest = self._waiting.oldest()
+            num_long = sum(is_long for _, is_long in self._running.values())
+            chosen: tuple[Job, bool] | None
+            if oldest is not None and oldest.num_passed >= MOST_PASSED:
+                chosen = self._waiting.pop_oldest()
+            else:
+                chosen = self._waiting.pop(may_be_long=num_long < max(1, num_slots // 2))
+            if chosen is None:
                 break
-            if admission is Admission.NEVER:
+            job, is_long = chosen
+            admission = _admit(engine, job)
+            if admission is Admission.OK:
+                job.is_admitted = True
+                self._running[job.id] = job, is_long
+                admitted.append(job)
+                for other, _ in refused:
+                    other.num_passed += 1
+            elif admission is Admission.NEVER:
                 hopeless.append(job)
-                continue
-            job.is_admitted = True
-            admitted.append(job)
+            else:
+                refused.append(chosen)
+                if job.num_passed >= MOST_PASSED:
+                    break
+        for job, is_long in refused:
+            self._waiting.push(job, is_long=is_long)
         return admitted, hopeless
 
     def next_step(self, max_tokens: int) -> list[tuple[Job, Chunk]]:
-        """The chunks of one step, at most `max_tokens` together. Cut, at the grain, are the last when there is no more
-        room, and those at whose end windows are wanted: in the room behind these others get their turn.
+        """The chunks of one step (`Packing`), at most `max_tokens` together."""
+        running = sorted((job for job, _ in self._running.values()), key=lambda job: job.number)
+        step = self._packing.next_step(running, self.meter.cost, max_tokens)
+        return [(job, Chunk(job.id, job.tokens[job.num_done : job.num_done + num])) for job, num in step]
 
-        The first job always gets something, so there is progress whatever the budget.
-        """
-        step: list[tuple[Job, Chunk]] = []
-        room = max_tokens
+    def detail(self, now_s: float) -> dict[str, float]:
+        """For a load report: tokens computed since the start, what is left to do by tenant, what work costs, how far
+        off that is, and how long the one that came first of those without a slot has waited."""
+        cost, remaining = self.meter.cost, dict[str, float]()
         for job in self._jobs.values():
-            if not job.is_admitted or job.num_left == 0:
-                continue
-            num_tokens = wanted = job.num_at_once
-            if wanted > room:
-                end = (job.num_done + room) // CHUNK_GRAIN * CHUNK_GRAIN
-                num_tokens = end - job.num_done
-                if num_tokens <= 0:
-                    if step:
-                        break
-                    num_tokens = min(wanted, CHUNK_GRAIN)
-            step.append((job, Chunk(job.id, job.tokens[job.num_done : job.num_done + num_tokens])))
-            room -= num_tokens
-            if room <= 0 or num_tokens < wanted:
-                break
-        return step
+            remaining[job.tenant] = remaining.get(job.tenant, 0.0) + job.left_ns(cost)
+        waiting = (now_s - job.arrived_s for job in self._jobs.values() if not job.is_admitted)
+        return {
+            "computed_tokens": float(self.num_computed),
+            "queue_age_s": next(waiting, 0.0),
+            "cost_residual": self.meter.residual,
+            **PrefillLoad(remaining, cost).detail(),
+        }
+
+    @property
+    def num_running(self) -> int:
+        """Those with a slot."""
+        return len(self._running)
 
     @property
     def num_image_bytes(self) -> int:
@@ -254,3 +160,10 @@ class Batch:
     @property
     def num_tokens_left(self) -> int:
         return sum(job.num_left for job in self._jobs.values())
+
+
+def _admit(engine: Engine, job: Job) -> Admission:
+    sampling = job.dispatch.sampling
+    wanted = Sampling(temperature=sampling.temperature, top_p=sampling.top_p, seed=sampling.seed)
+    bounded = 0 if job.dispatch.exact else len(job.tokens)
+    return engine.admit(job.id, len(job.tokens), wanted, bounded_prompt=bounded)

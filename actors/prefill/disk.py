@@ -9,13 +9,14 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from actors.prefill.batch import Job, Loading
+from actors.prefill.job import Job, Loading
 from actors.prefill.restore import Block, Fetched, Restored, Windows, open_slots
 from actors.rules.chain import BLOCK_TOKENS
 from actors.rules.hit import Hit
 from actors.rules.location import SLOT_BITS, parse_name
 from actors.rules.slab import HEADER_BYTES, Slab, layout_of
 from bus.blocks import Spawn
+from bus.bulk import Bulk
 from bus.bus import Bus
 from bus.files import Buffer, Files
 from bus.insist import insist
@@ -23,6 +24,7 @@ from bus.snapshots import Snapshots
 from bus.subjects import FAILED, SHORTENED
 from kernels.engine import Engine, EngineInfo, Prefix
 from schemas.cache import HitShortened
+from schemas.handover import Dispatch
 from schemas.message import Role
 
 log = logging.getLogger("shoal.prefill")
@@ -44,8 +46,31 @@ HUNG_S = 10.0
 WINDOWS_S = 2.0
 """For all snapshots of a prompt: to do without costs one block."""
 
+LOAD_BYTES = 1 << 30
+"""Of cached blocks that are being loaded, or wait for the engine."""
+
+MAX_IMAGE_BYTES = 2 << 30
+"""Encoded images of all requests; more are refused."""
+
+PULL_S = 8.0
+"""For a long prompt, or images; less than the entrypoint waits for the answer."""
+
 TELL_S = 2.0
 TELL_TRIES = 3
+
+
+def image_bytes(dispatches: Iterable[Dispatch]) -> int:
+    """Of all their encoded images."""
+    return sum(image.embeddings.size_bytes for dispatch in dispatches for image in dispatch.images)
+
+
+async def pull(bulk: Bulk, dispatch: Dispatch) -> tuple[bytes, list[bytes]]:
+    """The prompt of a request, which comes by handle when it is long, and the rows of its images. Raises BusError."""
+    prompt, *rows = await asyncio.gather(
+        bulk.unwrap(dispatch.prompt, timeout_s=PULL_S),
+        *(bulk.pull(image.embeddings, timeout_s=PULL_S) for image in dispatch.images),
+    )
+    return prompt, rows
 
 
 class SlabReader:
@@ -142,9 +167,16 @@ class Loader:
     def settle(self, job: Job, restored: Restored, reason: str, fetched: Fetched | None = None) -> None:
         """It is known what is restored. The entrypoint is told of it if it counts on more, beside everything else."""
         shortened = job.settle(restored, reason, fetched)
-        if shortened is not None:
-            log.info("%d tokens of %s are restored: %s", restored.hit.start, job.id, reason)
-            self._telling[job.id] = self._spawn(self._tell(job, shortened, self._telling.get(job.id)))
+        if shortened is None:
+            return
+        log.info("%d tokens of %s are restored: %s", restored.hit.start, job.id, reason)
+        earlier = self._telling.pop(job.id, None)
+        if not shortened.is_returned:
+            self._telling[job.id] = self._spawn(self._tell(job, shortened, earlier))
+            return
+        if earlier is not None:
+            earlier.cancel()
+        self._spawn(self._tell(job, shortened, None))  # whatever becomes of the job: it is over here
 
     async def resume(self, job: Job, engine: Engine) -> None:
         """Give the engine what was loaded for an admitted job; what it does not take is to be computed."""
@@ -155,6 +187,8 @@ class Loader:
                 num_done = await engine.resume(job.id, prefix)
             except ValueError as error:  # damaged, or its windows are longer than what would be left to compute
                 self.settle(job, job.restored.without_windows(), str(error))
+                if job.is_returned:
+                    break
                 continue
             if num_done != job.restored.hit.start:
                 hit = Hit(job.restored.hit.num_blocks, num_done)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.trace import Span
+from opentelemetry.trace import Span, StatusCode
+
+from schemas.failure import Failure
 
 tracer = trace.get_tracer("shoal")
 
@@ -37,6 +39,13 @@ class Phases:
         """All of them leave."""
         for request_id in list(self._spans):
             self.end(request_id)
+
+
+def note_failure(failure: Failure) -> None:
+    """On the span at hand."""
+    span = trace.get_current_span()
+    span.set_attribute("error.type", failure.code)
+    span.set_status(StatusCode.ERROR, failure.message)
 
 
 def _child(name: str, parent: Span) -> Span:

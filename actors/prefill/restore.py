@@ -47,9 +47,11 @@ class Restored:
             return NOTHING
         return Restored(Hit(num_blocks, (num_blocks - 1) * BLOCK_TOKENS), approximate=True, payloads=self.payloads)
 
-    def shortened(self, planned: Restored, request_id: str, epoch: int, reason: str) -> HitShortened | None:
-        """What the entrypoint is to be told, which believes in `planned`; None if it is right."""
-        if (self.hit, self.approximate) == (planned.hit, planned.approximate):
+    def shortened(
+        self, planned: Restored, request_id: str, epoch: int, reason: str, *, is_returned: bool = False
+    ) -> HitShortened | None:
+        """What the entrypoint is to be told, which believes in `planned`; None if it is right, and nothing returned."""
+        if (self.hit, self.approximate) == (planned.hit, planned.approximate) and not is_returned:
             return None
         return HitShortened(
             request_id=request_id,
@@ -58,6 +60,7 @@ class Restored:
             start=self.hit.start,
             approximate=self.approximate,
             reason=reason,
+            is_returned=is_returned,
         )
 
 

@@ -10,7 +10,7 @@ from msgspec import structs
 
 from actors.prefill import actor as prefill_actor
 from actors.prefill.actor import Prefill
-from actors.prefill.batch import Job
+from actors.prefill.job import Job
 from actors.vision.actor import Vision
 from bus.bus import BusError, fail
 from bus.subjects import CANCEL_PREFILL, DISPATCH

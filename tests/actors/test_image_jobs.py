@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from actors.prefill.batch import Job
+from actors.prefill.job import Job
 from schemas.bulk import Handle
 from schemas.handover import Dispatch
 from schemas.vision import ImageEmbeddings

@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from actors.prefill.batch import CHUNK_GRAIN, Batch, Job
+from actors.prefill.batch import Batch
+from actors.prefill.job import Job
 from actors.prefill.keeping import Keeping
+from actors.prefill.packing import CHUNK_GRAIN
+from actors.rules.meter import Meter
 from kernels.engine import Admission, Sampling
 from kernels.timed import TimedEngine
 from schemas.cache import CachedPrefix
@@ -24,14 +27,14 @@ def sizes(batch: Batch, max_tokens: int) -> list[tuple[str, int]]:
 
 
 class TestBatch:
-    def test_first_come_first_served_and_the_last_one_cut_at_the_grain(self) -> None:
-        batch = Batch()
+    def test_the_first_one_the_short_ones_and_the_last_one_cut_at_the_grain(self) -> None:
+        batch = Batch(Meter())
         for id, num_tokens in (("a", 100), ("b", 1000), ("c", 10)):
             batch.add(job(id, num_tokens))
-        assert sizes(batch, 512) == [("a", 100), ("b", 384)]
+        assert sizes(batch, 512) == [("a", 100), ("c", 10), ("b", 384)]
 
     def test_cuts_fall_on_multiples_of_the_grain_of_the_prompt(self) -> None:
-        batch = Batch()
+        batch = Batch(Meter())
         batch.add(job("a", 1000))
         cuts, done = [], 0
         while step := batch.next_step(300):
@@ -43,40 +46,40 @@ class TestBatch:
         assert cuts == [256, 512, 768, 1000]
 
     def test_a_budget_below_the_grain_still_makes_progress(self) -> None:
-        batch = Batch()
+        batch = Batch(Meter())
         batch.add(job("a", 1000))
         assert sizes(batch, 5) == [("a", CHUNK_GRAIN)]
 
     def test_beside_a_prompt_that_is_cut_for_its_windows_others_get_their_turn(self) -> None:
-        batch = Batch()
+        batch = Batch(Meter())
         for id, num_tokens in (("a", 1000), ("b", 1000), ("c", 100)):
             batch.add(job(id, num_tokens))
             keys = bytes(num_tokens // 128 * 16)
             chosen = batch.get(id)
             assert chosen is not None
             chosen.keeping = Keeping(CachedPrefix(space="", root=bytes(16), keys=keys), chosen.tokens, branches=[300])
-        assert sizes(batch, 4096) == [("a", 256), ("b", 256), ("c", 100)]
-        assert sizes(batch, 400) == [("a", 256), ("b", 128)]
-        assert sizes(batch, 200) == [("a", 128)]
+        assert sizes(batch, 4096) == [("a", 256), ("c", 100), ("b", 256)]
+        assert sizes(batch, 600) == [("a", 256), ("c", 100), ("b", 128)]
+        assert sizes(batch, 400) == [("a", 256), ("c", 100)]
         first = batch.get("a")
         assert first is not None
         first.num_done = 256
-        assert sizes(batch, 4096) == [("a", 744), ("b", 256), ("c", 100)]
+        assert sizes(batch, 4096) == [("a", 744), ("c", 100), ("b", 256)]
 
     def test_waiting_jobs_are_not_computed(self) -> None:
-        batch = Batch()
+        batch = Batch(Meter())
         batch.add(job("a", 10, is_admitted=False))
         batch.add(job("b", 10))
         assert sizes(batch, 512) == [("b", 10)]
 
     def test_one_job_per_request(self) -> None:
-        batch = Batch()
+        batch = Batch(Meter())
         batch.add(job("a", 1))
         with pytest.raises(ValueError):
             batch.add(job("a", 1))
 
     def test_remove_is_idempotent_and_by_identity(self) -> None:
-        batch = Batch()
+        batch = Batch(Meter())
         first, second = job("a", 1), job("a", 1)
         batch.add(first)
         batch.remove(second)
@@ -99,7 +102,7 @@ class Admitting(TimedEngine):
 
 
 def test_prompts_are_bounded_unless_the_request_is_exact() -> None:
-    engine, batch = Admitting(), Batch()
+    engine, batch = Admitting(), Batch(Meter())
     batch.add(job("usual", 300, is_admitted=False))
     exact = job("exact", 300, is_admitted=False)
     exact.dispatch = structs.replace(exact.dispatch, exact=True)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from actors.prefill.batch import Job
 from actors.prefill.disk import HUNG_S, TELL_S, WINDOWS_S
+from actors.prefill.job import Job
 from actors.rules.location import SLOT_BITS, file_name, words
 from actors.rules.slab import FREE, HEADER_BYTES
 from bus.bus import Delivery

@@ -10,12 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from actors.prefill.batch import Batch, Job, Loading
+from actors.prefill.batch import Batch
+from actors.prefill.job import Job, Loading
 from actors.prefill.keeping import Keeping
 from actors.prefill.restore import NOTHING, Block, Fetched, Restored, Windows, check, open_slots, plan
 from actors.rules.chain import chain, root
 from actors.rules.hit import Hit, hit
 from actors.rules.location import Location
+from actors.rules.meter import Meter
 from actors.rules.slab import Slab
 from kernels.engine import Tokens
 from kernels.timed import TimedEngine
@@ -208,7 +210,7 @@ def test_whoever_branches_off_finds_windows(
     prefix = prefix_of(tokens, 0, 0, [])
     job = Job(dispatch("a", len(tokens)), tokens, is_admitted=True)
     job.keeping = keeping = Keeping(prefix, tokens, branches=branches)
-    batch, steps, kept = Batch(), list[list[int]](), set[int]()
+    batch, steps, kept = Batch(Meter()), list[list[int]](), set[int]()
     batch.add(job)
     while step := batch.next_step(max_tokens):
         ((_, chunk),) = step
@@ -249,7 +251,7 @@ def job(id: str, num_tokens: int, *, num_load_bytes: int = 0) -> Job:
 
 class TestLoading:
     def test_in_order_within_the_bytes_and_one_alone_may_be_larger(self) -> None:
-        batch = Batch()
+        batch = Batch(Meter())
         for id, size in (("a", 500), ("b", 60), ("c", 50), ("d", 10)):
             batch.add(job(id, 300, num_load_bytes=size))
         assert [each.id for each in batch.to_load(100)] == ["a"]
@@ -266,7 +268,7 @@ class TestLoading:
         assert [each.id for each in batch.to_load(100)] == ["c", "d"]
 
     def test_who_loads_delays_nobody_and_keeps_its_place(self) -> None:
-        engine, batch = TimedEngine(info(num_slots=1), VOCABULARY), Batch()
+        engine, batch = TimedEngine(info(num_slots=1), VOCABULARY), Batch(Meter())
         slow = job("slow", 300, num_load_bytes=10)
         for each in (slow, job("a", 300), job("b", 300)):
             batch.add(each)
@@ -274,6 +276,7 @@ class TestLoading:
         admitted, hopeless = batch.admit(engine)
         assert [each.id for each in admitted] == ["a"] and not hopeless
         slow.loading = Loading.DONE
+        batch.loaded(slow)
         engine.free("a")
         batch.remove(admitted[0])
         assert [each.id for each in batch.admit(engine)[0]] == ["slow"]
@@ -282,7 +285,7 @@ class TestLoading:
         tokens = np.arange(600, dtype="<u4")
         message = structs.replace(dispatch("r1", 600), prefix=prefix_of(tokens, 3, 3, [3]))
         made = Job.of(message, tokens.tobytes(), [], space="timed", block_bytes=64)
-        batch = Batch()
+        batch = Batch(Meter())
         batch.add(made)
         assert batch.num_tokens_left == 600 - 384 and made.num_load_bytes == 3 * 64 + 10
         made.settle(NOTHING, "late")
