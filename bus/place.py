@@ -9,10 +9,14 @@ from msgspec import structs
 
 from bus.bus import Bus, BusError
 from bus.subjects import Subject
+from schemas.failure import Code, Failure
 from schemas.routing import Release, Route, Routed
 
 ROUTE_S = 5.0
 PAUSE_S = 0.1
+
+MOST_PAUSE_S = 2.0
+"""A balancer's word of when there will be room is an estimate: it is asked again at least this often."""
 
 
 async def place(
@@ -28,8 +32,12 @@ async def place(
     """Ask the balancer of a pool, and `attempt` to give the work to the replica it names, until one takes it.
 
     A replica that does not is left out next time; when none is left, all are asked again a little later. The
-    reservation of every attempt that failed is released; the one that succeeded is the replica's to release.
-    Returns, too, once `is_over`. Raises what `attempt` raises, and the balancer's `BusError` after `patience_s`.
+    reservation of every attempt that failed is released; the one that succeeded is the replica's to release. A balancer
+    that is gone is passed over: any other knows as much. Returns, too, once `is_over`.
+
+    Raises what `attempt` raises, and the balancer's `BusError` after `patience_s`. When that says how long it will be
+    until there is room, it is raised at once if this is longer than there is patience, and if `wanted` has a deadline:
+    that comes nearer as fast as the room.
     """
     loop = asyncio.get_running_loop()
     give_up_s = loop.time() + patience_s
@@ -37,11 +45,11 @@ async def place(
     while not is_over():
         try:
             routed = await bus.ask(route.any(), structs.replace(wanted, excluded=excluded), timeout_s=ROUTE_S)
-        except BusError:
-            if loop.time() > give_up_s:
+        except BusError as error:
+            if not _is_worth_waiting(error.failure, wanted, give_up_s - loop.time()):
                 raise
             excluded = []
-            await asyncio.sleep(PAUSE_S)
+            await asyncio.sleep(_pause_s(error.failure, bus.seams.random.random()))
             continue
         is_taken = False
         try:
@@ -52,3 +60,16 @@ async def place(
         if is_taken:
             return
         excluded = [*excluded, routed.replica]
+
+
+def _is_worth_waiting(failure: Failure, wanted: Route, patience_s: float) -> bool:
+    if failure.code is Code.OVERLOADED and failure.retry_after_s > 0:
+        return not wanted.deadline_ns and failure.retry_after_s <= patience_s
+    return patience_s >= 0
+
+
+def _pause_s(failure: Failure, chance: float) -> float:
+    """Not all come again at the same time. `chance`: from 0 to 1."""
+    if failure.retry_after_s <= 0:
+        return PAUSE_S
+    return min(failure.retry_after_s, MOST_PAUSE_S) * (0.75 + chance / 2)
