@@ -100,6 +100,7 @@ class Prefill(Actor):
         self._phases.end_all()
 
     def load(self) -> LoadReported:
+        jobs = [*self.batch, *(job for job, _ in self._leaving.values())]
         return structs.replace(
             super().load(),
             num_running=self.batch.num_running,
@@ -107,7 +108,7 @@ class Prefill(Actor):
             num_tokens=self.batch.num_tokens_left,
             capacity_requests=MAX_QUEUED,
             capacity_tokens=self._engine.info.capacity_tokens,
-            reservations=[job.dispatch.reservation for job in (*self.batch, *(job for job, _ in self._leaving.values()))],
+            reservations=[job.dispatch.reservation for job in jobs],
             detail={
                 "handing_over": float(len(self._leaving)),
                 **self.batch.detail(self.now_s()),
@@ -119,8 +120,7 @@ class Prefill(Actor):
     # From the entrypoint
 
     async def _on_dispatch(self, dispatch: Dispatch, envelope: Envelope) -> Dispatched | Refused | None:
-        limit = self._engine.info.max_tokens
-        if dispatch.num_prompt_tokens >= limit:
+        if dispatch.num_prompt_tokens >= (limit := self._engine.info.max_tokens):
             reason = f"the prompt has {dispatch.num_prompt_tokens} tokens, the limit is {limit} with the answer"
             return Refused(reason=reason, is_final=True)
         if self.is_draining or len(self._pulling) + len(self.batch) + len(self._leaving) >= MAX_QUEUED:
