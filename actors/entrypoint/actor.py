@@ -250,8 +250,6 @@ class Entrypoint(Actor):
             epoch = request.dispatch(routed.replica, self.now_s())
             dispatch = request.to_dispatch(self.id, routed, prompt)
             answer = await self.bus.ask(DISPATCH.at(routed.replica), dispatch, timeout_s=DISPATCH_S)
-            if request.epoch != epoch:
-                return True  # claimed or returned before the answer came
             if not isinstance(answer, Refused):
                 request.dispatched(self.now_s())
                 return True
@@ -261,7 +259,7 @@ class Entrypoint(Actor):
             if error.code is Code.CONTEXT_LENGTH:
                 raise
             if request.epoch != epoch:
-                return True  # likewise: only the answer was lost
+                return True  # claimed or returned meanwhile: only the answer was lost
             if error.code is Code.TRANSFER_FAILED and dispatch.images and not request.images.were_lost():
                 raise fail(Code.VISION_ERROR, "the encoded images could not be moved to prefill") from None
             if error.code is Code.DEADLINE_EXCEEDED:
