@@ -26,6 +26,9 @@ M = TypeVar("M", bound=Message)
 HEARTBEAT_S = 2.0
 """How often a load report is sent when nothing changes; three missed ones mean gone."""
 
+RESERVE = 8
+"""One in so many places of a mailbox is for asks, which have a deadline: data cannot keep out a ping or a cancel."""
+
 _propagator = TraceContextTextMapPropagator()
 
 
@@ -66,7 +69,7 @@ class Actor:
       becomes one message. `wake()` asks for it from a task or timer.
     - `spawn()` starts work that outlives a handler; the actor owns it, and its crash is the actor's crash.
     - A full mailbox answers asks with `overloaded`; tells are counted in `num_dropped` and repaired by their sequence
-      numbers.
+      numbers. It is full for them before it is for asks.
     - `drain()` stops new work at the door (what that means is the subclass's); `stop()` is idempotent, ends spawned
       work, calls `on_stop()`, and answers every pending ask with `shutting_down`.
     """
@@ -231,14 +234,14 @@ class Actor:
 
     def enqueue(self, handler: Handler, message: Any, delivery: Delivery, *, is_ask: bool) -> None:
         """Put a message in the mailbox, for its handler. For subscriptions a subclass makes itself."""
-        if len(self._mailbox) >= self.mailbox_limit:
+        deadline = (delivery.headers or {}).get(DEADLINE_HEADER, "")
+        limit = self.mailbox_limit if deadline else self.mailbox_limit - self.mailbox_limit // RESERVE
+        if len(self._mailbox) >= limit:
             self.num_dropped += 1
             self._refuse(delivery, Failure(code=Code.OVERLOADED, message=f"{self.role} {self.id}: mailbox is full"))
             return
-        if delivery.headers is not None:
-            deadline = delivery.headers.get(DEADLINE_HEADER, "")
-            if deadline.isdecimal() and int(deadline) < self.bus.seams.clock_ns():
-                return  # the asker has given up already
+        if deadline.isdecimal() and int(deadline) < self.bus.seams.clock_ns():
+            return  # the asker has given up already
         envelope = Envelope(message, delivery, self.bus, self._pending)
         if is_ask and delivery.reply:
             self._pending[envelope] = None
