@@ -99,10 +99,6 @@ class Replica:
         """
         return max(0.0, self.free_s - now_s, self.coming_ns / 2e9)
 
-    def is_silent(self, now_s: float) -> bool:
-        """It was not heard of lately."""
-        return now_s - self.seen_s >= EXPIRY_S
-
     def is_held_back(self, now_s: float) -> bool:
         """It failed to take work, and has not reported since."""
         return now_s - self.refused_s < EXPIRY_S
@@ -114,13 +110,17 @@ class Ledger:
     def __init__(self) -> None:
         self._replicas: dict[str, Replica] = {}
         self._holder: dict[int, str] = {}
+        self._heard_s = self._thawed_s = float("-inf")
 
     def report(self, report: LoadReported, now_s: float) -> None:
         """Take a replica's own word. Late reports of the same incarnation are ignored.
 
         Replicas not heard of for FORGET_S are taken for lost.
         """
-        for gone in [r.id for r in self._replicas.values() if now_s - r.seen_s >= FORGET_S and r.id != report.id]:
+        if self.is_frozen(now_s):
+            self._thawed_s = now_s
+        self._heard_s = now_s
+        for gone in [r.id for r in self._replicas.values() if self._silence_s(r, now_s) >= FORGET_S]:
             self.lost(gone)
         known = self._replicas.get(report.id)
         if known is not None and known.report.incarnation != report.incarnation:
@@ -153,16 +153,24 @@ class Ledger:
         Those heard of lately; when none was, the feed is frozen: all that are known. Those held back only when there
         are no others.
         """
-        heard = [replica for replica in self._replicas.values() if not replica.is_silent(now_s)]
-        if not heard:
-            heard = list(self._replicas.values())
-            self._lapse(heard, now_s)
-        some = [replica for replica in heard if replica.report.is_accepting and replica.id not in excluded]
+        if is_frozen := self.is_frozen(now_s):
+            self._lapse(now_s)
+        some = [
+            replica
+            for replica in self._replicas.values()
+            if replica.report.is_accepting
+            and (is_frozen or self._silence_s(replica, now_s) < EXPIRY_S)
+            and replica.id not in excluded
+        ]
         return [replica for replica in some if not replica.is_held_back(now_s)] or some
 
     def is_frozen(self, now_s: float) -> bool:
-        """Replicas are known, and none was heard of lately."""
-        return bool(self._replicas) and all(replica.is_silent(now_s) for replica in self._replicas.values())
+        """Nobody was heard of lately."""
+        return now_s - self._heard_s >= EXPIRY_S
+
+    def _silence_s(self, replica: Replica, now_s: float) -> float:
+        """For how long it was not heard of while others were: when a feed goes on, not all are heard at once."""
+        return now_s - max(replica.seen_s, self._thawed_s)
 
     def reserve(self, reservation: int, replica: Replica, route: Route, now_s: float) -> None:
         """Note that work is on its way to a replica."""
@@ -203,8 +211,8 @@ class Ledger:
             for reservation in replica.reserved:
                 del self._holder[reservation]
 
-    def _lapse(self, replicas: Iterable[Replica], now_s: float) -> None:
-        for replica in replicas:
+    def _lapse(self, now_s: float) -> None:
+        for replica in self._replicas.values():
             for id in [id for id, held in replica.reserved.items() if held.is_lapsed(now_s)]:
                 self.release(id, now_s)
 

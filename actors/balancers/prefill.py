@@ -36,9 +36,8 @@ class ComputeQuota:
     where few are long: simulated at 80 % load, p99 slowdown 3.5 in place of 2.2, the same p99 TTFT.
 
     Whose work waits there does not matter to the choice. It matters to whether there is one: tenants are served in
-    turns, so that one waits for its own work and as much of each other's, or for all of it if that is less. When even
-    that is later than the deadline, or than MAX_WAIT_S, the request is refused: the tenant that floods is refused
-    first.
+    turns, so that one waits for its own work and as much of each other's, if that is less still. When even that is
+    later than the deadline, or than MAX_WAIT_S, the request is refused: the tenant that floods is refused first.
 
     `seed` decides among equals, differently in each balancer, so that several do not fill the same one first.
     """
@@ -59,13 +58,13 @@ class ComputeQuota:
                 terms[cost.step_tokens] = work.terms(int(cost.step_tokens))
             cost_s = cost.ns(terms[cost.step_tokens]) / 1e9
             wait_s = min(replica.left_s(now_s), replica.num_unfinished * cost_s)
-            scores.append(((wait_s + cost_s) / ramp(now_s - replica.since_s), cost_s, replica))
+            scores.append(((wait_s + cost_s) / ramp(now_s - replica.since_s), wait_s, cost_s, replica))
         if not scores:
             raise Full(f"all {len(replicas)} prefill replicas are full")
-        first_s, cost_s, _ = min(scores, key=lambda score: score[0])
+        first_s, _, cost_s, _ = min(scores, key=lambda score: score[0])
         equals = [score for score in scores if score[0] <= first_s + EQUAL_PART * cost_s]
-        _, cost_s, best = min(equals, key=lambda score: self._order(score[2]))
-        self._check(best, route, cost_s, now_s, now_ns)
+        _, wait_s, cost_s, best = min(equals, key=lambda score: self._order(score[3]))
+        _check(min(wait_s, fair_wait_s(best, route.tenant, cost_s, now_s)), cost_s, route.deadline_ns, now_ns)
         return best
 
     def _order(self, replica: Replica) -> tuple[float, bytes]:
@@ -76,25 +75,14 @@ class ComputeQuota:
             self._ranks[replica.id] = rank
         return replica.free_s, rank
 
-    def _check(self, replica: Replica, route: Route, cost_s: float, now_s: float, now_ns: int) -> None:
-        """Raises Full when it would be too late even there."""
-        wait_s = expected_wait_s(replica, route.tenant, cost_s, now_s)
-        late_s = wait_s - MAX_WAIT_S
-        if late_s > 0:
-            raise Full(f"prefill has {wait_s:.0f} s of work before this request", late_s)
-        if route.deadline_ns:
-            late_s = wait_s + cost_s - (route.deadline_ns - now_ns) / 1e9
-            if late_s > 0:
-                raise Full(f"prefill would be done with this request {late_s:.1f} s after its deadline", late_s)
-
 
 def ramp(age_s: float) -> float:
     """How fast a replica counts that has been heard of for so long, as a part of its speed."""
     return min(1.0, RAMP_START + (1.0 - RAMP_START) * age_s / RAMP_S)
 
 
-def expected_wait_s(replica: Replica, tenant: str, cost_s: float, now_s: float) -> float:
-    """How long a request of `tenant` that takes `cost_s` waits there, beside the time it is computed itself."""
+def fair_wait_s(replica: Replica, tenant: str, cost_s: float, now_s: float) -> float:
+    """How long a request of `tenant` that takes `cost_s` waits there at most, when tenants are served in turns."""
     left_s = replica.left_s(now_s)
     if not left_s:
         return 0.0
@@ -105,3 +93,13 @@ def expected_wait_s(replica: Replica, tenant: str, cost_s: float, now_s: float) 
     others = [ns for ns in by_tenant.values() if ns > 0]
     own_s = left_s * own_ns / (own_ns + sum(others)) if own_ns else 0.0
     return min(left_s, (1 + len(others)) * (own_s + cost_s) - cost_s)
+
+
+def _check(wait_s: float, cost_s: float, deadline_ns: int, now_ns: int) -> None:
+    """Raises Full when that is too late."""
+    late_s = wait_s - MAX_WAIT_S
+    if late_s > 0:
+        raise Full(f"prefill has {wait_s:.0f} s of work before this request", late_s)
+    late_s = wait_s + cost_s - (deadline_ns - now_ns) / 1e9
+    if deadline_ns and late_s > 0:
+        raise Full(f"prefill would be done with this request {late_s:.1f} s after its deadline", late_s)

@@ -58,16 +58,18 @@ class TestLedger:
         assert ledger.eligible(["p0"], 0.0) == []
         ledger.report(structs.replace(report("p1"), is_accepting=False), 0.0)
         assert [r.id for r in ledger.eligible([], EXPIRY_S - 0.1)] == ["p0"]
-        ledger.report(structs.replace(report("p1", seq=2), is_accepting=False), EXPIRY_S)
+        for seq, now_s in ((2, EXPIRY_S / 2), (3, EXPIRY_S)):
+            ledger.report(structs.replace(report("p1", seq=seq), is_accepting=False), now_s)
         assert ledger.eligible([], EXPIRY_S) == []
 
     def test_a_replica_silent_for_long_is_lost_with_its_reservations(self) -> None:
         ledger = Ledger()
         ledger.report(report("p0"), 0.0)
         ledger.reserve(1, replica(ledger, "p0"), Route(request_id="r", num_new=1), 0.0)
-        ledger.report(report("p1"), FORGET_S - 0.1)
+        for seq in range(1, int(FORGET_S)):
+            ledger.report(report("p1", seq=seq), seq)
         assert ledger.num_reserved == 1
-        ledger.report(report("p1", seq=2), FORGET_S)
+        ledger.report(report("p1", seq=100), FORGET_S)
         assert ledger.num_reserved == 0 and ledger.num_replicas == 1
 
     def test_reservations_another_balancer_made_are_seen(self) -> None:
