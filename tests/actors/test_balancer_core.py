@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from msgspec import structs
@@ -10,8 +13,9 @@ from msgspec import structs
 from actors.balancers.choice import Full
 from actors.balancers.ledger import FORGET_S, SETTLE_S, Ledger, Replica
 from actors.balancers.prefill import ComputeQuota
+from actors.rules.load import PrefillLoad
 from actors.rules.owner import EXPIRY_S
-from schemas.routing import Route
+from schemas.routing import LoadReported, Route
 from tests.actors.builders import report
 
 WORK = Route(request_id="r", num_new=1)
@@ -98,50 +102,103 @@ class TestChoice:
 
 
 class Releases(RuleBasedStateMachine):
-    """Whatever is routed, released and reported, no reservation is counted twice or kept for ever."""
+    """Whatever is routed, lost, released, reported late or not at all: no reservation is counted twice or for ever."""
 
     def __init__(self) -> None:
         super().__init__()
         self.ledger = Ledger()
-        self.now_s, self.seq, self.next_id = 0.0, 0, 0
-        self.live: set[int] = set()
+        self.now_s, self.next_id = 0.0, 0
+        self.made: dict[int, tuple[str, float]] = {}
+        self.held: dict[str, set[int]] = {"p0": set(), "p1": set()}
+        self.seqs, self.incarnations = {"p0": 0, "p1": 0}, {"p0": 0, "p1": 0}
+        self.on_the_wire: list[LoadReported] = []
+        for id in self.held:
+            self.say(id)
+            self.hear()
 
-    @rule()
-    def route(self) -> None:
-        eligible = [replica for replica in self.ledger.eligible([], self.now_s) if not replica.is_full]
-        if eligible:
+    def say(self, id: str) -> None:
+        self.seqs[id] += 1
+        held, incarnation = sorted(self.held[id]), str(self.incarnations[id])
+        said = report(id, seq=self.seqs[id], incarnation=incarnation, reservations=held)
+        detail = PrefillLoad({"t": 1e9 * len(held)}).detail()
+        self.on_the_wire.append(structs.replace(said, num_waiting=len(held), capacity_requests=8, detail=detail))
+
+    def hear(self) -> None:
+        self.ledger.report(self.on_the_wire.pop(), self.now_s)
+
+    @rule(num_new=st.integers(1, 100_000), is_lost=st.booleans())
+    def route(self, num_new: int, is_lost: bool) -> None:
+        wanted = Route(request_id="r", num_new=num_new, tenant="t")
+        open_ones = [one for one in self.ledger.eligible([], self.now_s) if not one.is_full]
+        if open_ones:
             self.next_id += 1
-            self.ledger.reserve(self.next_id, ComputeQuota("pb0")(eligible, WORK, self.now_s, 0), WORK, self.now_s)
-            self.live.add(self.next_id)
+            chosen = ComputeQuota("pb0")(open_ones, wanted, self.now_s, 0)
+            self.ledger.reserve(self.next_id, chosen, wanted, self.now_s)
+            self.made[self.next_id] = chosen.id, self.now_s
+            if not is_lost:
+                self.held[chosen.id].add(self.next_id)
+
+    @rule(data=st.data(), is_lost=st.booleans())
+    def end(self, data: st.DataObject, is_lost: bool) -> None:
+        if self.made:
+            reservation = data.draw(st.sampled_from(sorted(self.made)))
+            for held in self.held.values():
+                held.discard(reservation)
+            if not is_lost:
+                was_held = reservation in self.ledger._holder
+                assert self.ledger.release(reservation, self.now_s) == was_held
+                assert not self.ledger.release(reservation, self.now_s)
+
+    @rule(id=st.sampled_from(["p0", "p1"]), is_late=st.booleans())
+    def report(self, id: str, is_late: bool) -> None:
+        self.say(id)
+        if not is_late:
+            self.hear()
 
     @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
-        if self.live:
-            reservation = data.draw(st.sampled_from(sorted(self.live)))
-            assert self.ledger.release(reservation, self.now_s)
-            self.live.discard(reservation)
-            assert not self.ledger.release(reservation, self.now_s)
+    def hear_late(self, data: st.DataObject) -> None:
+        if self.on_the_wire:
+            said = self.on_the_wire.pop(data.draw(st.integers(0, len(self.on_the_wire) - 1)))
+            if said.incarnation == str(self.incarnations[said.id]):  # one connection is in order
+                self.ledger.report(said, self.now_s)
 
-    @rule(id=st.sampled_from(["p0", "p1"]), data=st.data())
-    def hear(self, id: str, data: st.DataObject) -> None:
-        self.seq += 1
-        known = data.draw(st.sets(st.sampled_from(sorted(self.live)))) if self.live else set()
-        self.ledger.report(report(id, seq=self.seq, reservations=sorted(known)), self.now_s)
-        self.live &= set(self.ledger._holder)
+    @rule(id=st.sampled_from(["p0", "p1"]), is_seen=st.booleans())
+    def restart(self, id: str, is_seen: bool) -> None:
+        self.held[id], self.seqs[id] = set(), 0
+        self.incarnations[id] += 1
+        if is_seen:
+            self.ledger.lost(id)
 
-    @rule(id=st.sampled_from(["p0", "p1"]))
-    def lose(self, id: str) -> None:
-        self.ledger.lost(id)
-        self.live &= set(self.ledger._holder)
-
-    @rule(step=st.floats(0.1, 5.0))
+    @rule(step=st.sampled_from([0.1, 2.0, EXPIRY_S, FORGET_S, 10 * FORGET_S]))
     def wait(self, step: float) -> None:
         self.now_s += step
 
     @invariant()
-    def holders_and_replicas_agree(self) -> None:
-        reserved = [id for r in self.ledger._replicas.values() for id in r.reserved]
-        assert sorted(reserved) == sorted(self.ledger._holder) == sorted(self.live)
+    def what_is_counted_adds_up(self) -> None:
+        reserved = [id for one in self.ledger._replicas.values() for id in one.reserved]
+        assert sorted(reserved) == sorted(self.ledger._holder)
+        for one in self.ledger._replicas.values():
+            assert one.coming.keys() == one.reserved.keys() - one.reported
+            assert one.num_requests == len(one.reserved.keys() | one.reported)
+            assert one.coming_ns == pytest.approx(sum(held.ns for held in one.coming.values()), abs=1.0)
+            assert one.left_s(self.now_s) >= 0
+
+    @invariant()
+    def what_was_heard_once_is_not_kept_for_ever(self) -> None:
+        """Once all have reported again, and again when all is settled, what is kept is what they hold."""
+        ledger = copy.deepcopy(self.ledger)
+        for seq, now_s in ((100, self.now_s), (101, self.now_s + SETTLE_S + 0.1)):
+            for id, held in self.held.items():
+                said = report(id, seq=seq, incarnation=str(self.incarnations[id]), reservations=sorted(held))
+                ledger.report(said, now_s)
+        assert set(ledger._holder) <= self.held["p0"] | self.held["p1"]
+
+    @invariant()
+    def without_any_report_leases_end(self) -> None:
+        ledger = copy.deepcopy(self.ledger)
+        ledger.eligible([], self.now_s + 1e6)
+        assert not ledger._holder
 
 
+Releases.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
 TestReleases = Releases.TestCase
