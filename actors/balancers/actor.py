@@ -37,7 +37,10 @@ tracer = trace.get_tracer("shoal")
 
 
 class Balancer(Actor):
-    """Assigns requests to the replicas of one pool: route → {replica, reservation}; release; reports."""
+    """Assigns requests to the replicas of one pool: route → {replica, reservation}; release; reports.
+
+    While no replica reports, it goes on with what it knows of its own: `degraded` in its load counts such decisions.
+    """
 
     pool: ClassVar[Role]
     route_subject: ClassVar[Subject[Route, Routed]]
@@ -66,13 +69,14 @@ class Balancer(Actor):
     async def _on_route(self, route: Route, envelope: Envelope) -> Routed:
         with tracer.start_as_current_span(f"route {self.pool}", context=envelope.context) as span:
             now_s = self.now_s()
-            self._num_degraded += self.ledger.is_frozen(now_s)
             if route.excluded:
                 self.ledger.refused(route.excluded[-1], now_s)
             eligible = self.ledger.eligible(route.excluded, now_s)
             if not eligible:
                 but = f" besides {', '.join(route.excluded)}" if route.excluded else ""
                 raise fail(Code.NO_REPLICA, f"no {self.pool} replica is ready{but}")
+            is_frozen = self.ledger.is_frozen(now_s)
+            self._num_degraded += is_frozen
             try:
                 replica = self._choice(eligible, route, now_s, self.bus.seams.clock_ns())
             except Full as full:
@@ -81,7 +85,7 @@ class Balancer(Actor):
             self._next_reservation += 1
             reservation = self._next_reservation
             self.ledger.reserve(reservation, replica, route, now_s)
-            span.set_attribute("shoal.replica", replica.id)
+            span.set_attributes({"shoal.replica": replica.id, "shoal.degraded": is_frozen})
             return Routed(replica=replica.id, reservation=reservation, balancer=self.id)
 
     async def _on_release(self, release: Release, envelope: Envelope) -> None:
