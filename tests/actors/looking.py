@@ -11,6 +11,8 @@ from actors.vision.actor import Vision
 from bus.bus import Bus, Delivery
 from bus.memory import MemoryWire
 from bus.subjects import RESOLVE_IMAGE
+from kernels.engine import Encoder
+from kernels.vision_config import VisionConfig
 from run.simulator import RecordingBroker, World
 from schemas.bulk import Payload
 from schemas.request import Submit
@@ -33,15 +35,16 @@ class Encodes(RecordingBroker):
         super().publish(source, delivery)
 
 
-async def add_vision(world: World, id: str = "v0") -> FakeEncoder:
-    """A balancer and a replica, which encodes by this."""
-    encoder, name = FakeEncoder(), f"vision/{id}"
+async def add_vision(world: World, encoder: Encoder | None = None, config: VisionConfig = CONFIG) -> None:
+    """A balancer and a replica."""
+    bus, bulk = await world.bus("vision/v0"), await world.bulk("vision/v0")
     await world.add_vision_balancer()
-    await world.add(Vision(id, await world.bus(name), await world.bulk(name), encoder, CONFIG))
-    return encoder
+    await world.add(Vision("v0", bus, bulk, encoder or FakeEncoder(), config))
 
 
-async def about(bus: Bus, request_id: str, *parts: Part, max_tokens: int = 8, **fields: Any) -> Submit:
+async def about(
+    bus: Bus, request_id: str, *parts: Part, max_tokens: int = 8, image_token: int = TOKEN, **fields: Any
+) -> Submit:
     """A request of these parts; those that begin alike have prompts that do."""
     tokens, images = list[int](), list[Image]()
     for number, part in enumerate(parts):
@@ -51,7 +54,7 @@ async def about(bus: Bus, request_id: str, *parts: Part, max_tokens: int = 8, **
             found = await bus.ask(RESOLVE_IMAGE.any(), ResolveImage(image=Payload(inline=part)), timeout_s=10)
             said = {name: getattr(found, name) for name in Image.__struct_fields__ if name != "start"}
             images.append(Image(start=len(tokens), **said))
-            tokens += [TOKEN] * found.num_tokens
+            tokens += [image_token] * found.num_tokens
         else:
             tokens += part
     prompt = Payload(inline=np.array(tokens, dtype="<u4").tobytes())
