@@ -9,8 +9,11 @@ _UNICAST = IPv6Network("2000::/3")
 
 _NAT64 = IPv6Network("64:ff9b::/96")
 _6TO4 = IPv6Network("2002::/16")
-_NOT_GLOBAL = (IPv4Network("192.88.99.0/24"), IPv4Network("192.0.0.0/24"), IPv6Network("3fff::/20"))
-"""What the standard library takes for global: relays of 6to4, protocol assignments, and documentation."""
+_NOT_GLOBAL = (
+    *(IPv4Network("192.0.0.0/24"), IPv6Network("2001::/23")),  # protocol assignments, Teredo
+    *(IPv4Network("192.88.99.0/24"), IPv6Network("3fff::/20")),  # relays of 6to4; documentation
+)
+"""What the standard library takes for global, all or part of it, in some version."""
 
 
 def is_public(address: str) -> bool:

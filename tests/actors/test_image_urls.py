@@ -27,7 +27,7 @@ NEARBY = Fetch(lambda address: address == "127.0.0.1")
 
 
 class Site(BaseHTTPRequestHandler):
-    """`/red` is an image, `/to/<url>` a redirect, `/<number>` a status, `/cut` ends early, `/long` has no end."""
+    """`/red` is an image, `/to/<url>` a redirect, `/<number>` a status, `/cut` ends early, `/long` is long."""
 
     asked: list[str]
 
@@ -43,9 +43,7 @@ class Site(BaseHTTPRequestHandler):
         elif path == "cut":
             self._send(200, RED[:9], {"Content-Length": "100"})
         elif path == "long":
-            self._send(200, b"")
-            while not self.wfile.closed:
-                self.wfile.write(bytes(4096))
+            self._send(200, bytes(10**6))
         else:
             self._send(int(path), b"")
 
