@@ -1,22 +1,33 @@
-"""Images on their way through vision replicas: asked after, encoded and let go, by any replica that is there."""
+"""Images on their way through vision replicas: asked after by any that is there, encoded where the balancer says."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from msgspec import structs
 
 from bus.bulk import Bulk
 from bus.bus import Bus, BusError, fail
-from bus.subjects import CANCEL_VISION, ENCODE_IMAGE, RELEASE_IMAGE, RESOLVE_IMAGE, Subject
+from bus.place import place
+from bus.subjects import (
+    CANCEL_VISION,
+    ENCODE_IMAGE,
+    RELEASE_IMAGE,
+    RELEASE_VISION,
+    RESOLVE_IMAGE,
+    ROUTE_VISION,
+    Address,
+)
 from schemas.bulk import Handle
 from schemas.failure import Code, Failure
 from schemas.liveness import ProcessExited
 from schemas.message import Role
 from schemas.request import Cancel
+from schemas.routing import Route, Routed
 from schemas.vision import EncodeImage, ImageEncoded, ImageResolved, ReleaseImage, ResolveImage
 
 M = TypeVar("M", ResolveImage, EncodeImage)
@@ -40,6 +51,29 @@ PAUSE_S = 0.1
 AGAIN = frozenset({Code.NO_RESPONDERS, Code.OVERLOADED, Code.SHUTTING_DOWN})
 """Another replica, or the same one a little later, may do it."""
 
+_UNKNOWN = ""
+"""Which replica it is that was asked as any of them."""
+
+
+@dataclass(slots=True)
+class _Trial:
+    """What one image has been through. `give_up_s`, of the loop's clock: when refusals are taken for an answer."""
+
+    give_up_s: float
+    num_silences: int = 0
+    num_losses: int = 0
+
+    def check(self, error: BusError, now_s: float) -> None:
+        """Raise why it fails, unless asking again can mend it."""
+        is_silence, is_loss = error.code is Code.DEADLINE_EXCEEDED, error.code is Code.WORKER_LOST
+        self.num_silences += is_silence
+        self.num_losses += is_loss
+        if self.num_losses == MAX_LOSSES:
+            raise fail(Code.VISION_ERROR, f"the image was given to {MAX_LOSSES} vision replicas that were lost")
+        is_early = error.code in AGAIN and now_s < self.give_up_s
+        if not (self.num_silences < TRIES if is_silence else is_loss or is_early):
+            raise error
+
 
 class AnyVision:
     """Whoever of the vision replicas is there. What one may have been at when it ended is asked anew, once."""
@@ -47,13 +81,14 @@ class AnyVision:
     def __init__(self, bus: Bus, bulk: Bulk) -> None:
         self._bus = bus
         self._bulk = bulk
-        self._loss = asyncio.Event()
+        self._losses: dict[asyncio.Future[None], str] = {}
 
     def on_exited(self, exited: ProcessExited) -> None:
         """To be told of every process that ended: nobody else says that there will be no answer."""
-        if exited.ids(Role.VISION):
-            self._loss.set()
-            self._loss = asyncio.Event()
+        ids = exited.ids(Role.VISION)
+        for loss, replica in self._losses.items():
+            if ids and replica in (*ids, _UNKNOWN) and not loss.done():
+                loss.set_result(None)
 
     async def resolve(
         self, files: Sequence[bytes], deadline_ns: int, is_over: Callable[[], bool]
@@ -69,8 +104,7 @@ class AnyVision:
                 try:
                     image = await self._bulk.wrap(file, is_shared=True)
                     try:
-                        wanted = ResolveImage(image=image, deadline_ns=deadline_ns)
-                        return await self._ask(RESOLVE_IMAGE, wanted, is_over)
+                        return await self._resolve(ResolveImage(image=image, deadline_ns=deadline_ns), is_over)
                     finally:
                         if image.handle is not None:
                             self._bulk.withdraw(image.handle)
@@ -85,16 +119,15 @@ class AnyVision:
         Raises the first `BusError`: no_replica, overloaded, deadline_exceeded or vision_error. Then none is held for
         us, and the others need not be encoded any more.
         """
-        tasks = [asyncio.create_task(self._ask(ENCODE_IMAGE, one, is_over)) for one in wanted]
+        tasks = [asyncio.create_task(self._encode(one, is_over)) for one in wanted]
         try:
             return await asyncio.gather(*tasks)
         except BaseException as error:
             for task in tasks:
                 task.cancel()
-            ended = [task for task in tasks if task.done() and not task.cancelled()]
-            made = [task.result() for task in ended if task.exception() is None]
+            ended = await asyncio.gather(*tasks, return_exceptions=True)
             await self.cancel(wanted[0].request_id)
-            await self.release([(image.vision, image.embeddings) for image in made])
+            await self.release([(one.vision, one.embeddings) for one in ended if isinstance(one, ImageEncoded)])
             if isinstance(error, BusError):
                 raise _typed(error) from None
             raise
@@ -108,49 +141,76 @@ class AnyVision:
         for vision, handle in held:
             await self._bus.tell(RELEASE_IMAGE.at(vision), ReleaseImage(held=handle))
 
-    async def _ask(self, subject: Subject[M, R], wanted: M, is_over: Callable[[], bool]) -> R:
-        """As `_ask_patiently`, begun anew when a replica ended. Raises vision_error when that is over, too."""
-        for _ in range(MAX_LOSSES):
-            asking = asyncio.create_task(self._ask_patiently(subject, wanted, is_over))
-            losing = asyncio.create_task(self._loss.wait())
-            try:
-                await asyncio.wait([asking, losing], return_when=asyncio.FIRST_COMPLETED)
-                if asking.done():
-                    return asking.result()
-            finally:
-                asking.cancel()
-                losing.cancel()
-        raise fail(Code.VISION_ERROR, f"the image was given to {MAX_LOSSES} vision replicas that were lost")
-
-    async def _ask_patiently(self, subject: Subject[M, R], wanted: M, is_over: Callable[[], bool]) -> R:
-        """The answer of one of them. While nobody is there, or has room, or answers, they are asked again.
-
-        Raises the last `BusError` when patience is over, any that asking again cannot mend at once, deadline_exceeded,
-        and cancelled once `is_over`.
-        """
+    async def _resolve(self, wanted: ResolveImage, is_over: Callable[[], bool]) -> ImageResolved:
         loop = asyncio.get_running_loop()
-        give_up_s, num_silences = loop.time() + PATIENCE_S, 0
-        while not is_over():
-            now_ns = self._bus.seams.clock_ns()
-            until_ns = min(now_ns + int(TRY_S * 1e9), wanted.deadline_ns or sys.maxsize)
-            message = structs.replace(wanted, deadline_ns=until_ns)
+        trial = _Trial(loop.time() + PATIENCE_S)
+        while not self._is_over(wanted, is_over):
             try:
-                return await self._bus.ask(subject.any(), message, timeout_s=max(0, until_ns - now_ns) / 1e9)
+                return await self._ask(RESOLVE_IMAGE.any(), wanted, _UNKNOWN)
             except BusError as error:
-                is_silence = error.code is Code.DEADLINE_EXCEEDED
-                num_silences += is_silence
-                can_mend = num_silences < TRIES if is_silence else error.code in AGAIN and loop.time() < give_up_s
-                if 0 < wanted.deadline_ns <= self._bus.seams.clock_ns():
-                    raise fail(Code.DEADLINE_EXCEEDED, "the deadline of the request has passed") from None
-                if not can_mend:
-                    raise
+                trial.check(error, loop.time())
             await asyncio.sleep(PAUSE_S)
         raise fail(Code.CANCELLED, "nobody waits for it any more")
+
+    async def _encode(self, wanted: EncodeImage, is_over: Callable[[], bool]) -> ImageEncoded:
+        loop, image = asyncio.get_running_loop(), wanted.image
+        trial = _Trial(loop.time() + PATIENCE_S)
+        encoded: ImageEncoded | None = None
+        refusal: BusError | None = None
+
+        async def attempt(routed: Routed) -> bool:
+            nonlocal encoded, refusal
+            message = structs.replace(wanted, reservation=routed.reservation, balancer=routed.balancer)
+            try:
+                encoded = await self._ask(ENCODE_IMAGE.at(routed.replica), message, routed.replica)
+            except BusError as error:
+                if error.code not in AGAIN:
+                    raise
+                refusal = error
+            return encoded is not None
+
+        def is_over_now() -> bool:
+            return self._is_over(wanted, is_over)
+
+        route = Route(request_id=wanted.request_id, num_new=image.num_patches, digest=image.digest)
+        how = (self._bus, ROUTE_VISION, RELEASE_VISION, route, attempt)
+        while encoded is None and not is_over_now():
+            try:
+                await place(*how, patience_s=PATIENCE_S, is_over=is_over_now)
+            except BusError as error:
+                # That there is no other replica says less than why the last one did not take it.
+                trial.check(refusal or error if error.code is Code.NO_REPLICA else error, loop.time())
+                await asyncio.sleep(PAUSE_S)
+        if encoded is None:
+            raise fail(Code.CANCELLED, "nobody waits for it any more")
+        return encoded
+
+    def _is_over(self, wanted: ResolveImage | EncodeImage, is_over: Callable[[], bool]) -> bool:
+        if 0 < wanted.deadline_ns <= self._bus.seams.clock_ns():
+            raise fail(Code.DEADLINE_EXCEEDED, "the deadline of the request has passed")
+        return is_over()
+
+    async def _ask(self, address: Address[M, R], wanted: M, replica: str) -> R:
+        """The answer of one replica. Raises also worker_lost, when it ended meanwhile."""
+        now_ns = self._bus.seams.clock_ns()
+        until_ns = min(now_ns + int(TRY_S * 1e9), wanted.deadline_ns or sys.maxsize)
+        message, timeout_s = structs.replace(wanted, deadline_ns=until_ns), max(0, until_ns - now_ns) / 1e9
+        asking = asyncio.create_task(self._bus.ask(address, message, timeout_s=timeout_s))
+        loss = asyncio.get_running_loop().create_future()
+        self._losses[loss] = replica
+        try:
+            await asyncio.wait([asking, loss], return_when=asyncio.FIRST_COMPLETED)
+            if asking.done():
+                return asking.result()
+            raise fail(Code.WORKER_LOST, "the vision replica was lost")
+        finally:
+            asking.cancel()
+            del self._losses[loss]
 
 
 def _typed(error: BusError) -> BusError:
     """What it means to a client, whose image is good."""
-    if error.code in (Code.NO_RESPONDERS, Code.SHUTTING_DOWN):
+    if error.code in (Code.NO_RESPONDERS, Code.SHUTTING_DOWN, Code.NO_REPLICA):
         return fail(Code.NO_REPLICA, "no vision replica is there to encode the image")
     if error.code in (Code.OVERLOADED, Code.DEADLINE_EXCEEDED):
         return error

@@ -12,7 +12,7 @@ from actors.balancers.choice import Choice, Full
 from actors.balancers.decode import RoomiestInTurn
 from actors.balancers.ledger import Ledger
 from actors.balancers.prefill import ComputeQuota
-from actors.balancers.vision import fewest_patches
+from actors.balancers.vision import FewestPatches
 from bus.actor import Actor, Envelope, Handler
 from bus.bus import Bus, BusError, fail
 from bus.subjects import (
@@ -132,4 +132,4 @@ class VisionBalancer(Balancer):
     release_subject = RELEASE_VISION
 
     def __init__(self, id: str, bus: Bus) -> None:
-        super().__init__(id, bus, fewest_patches)
+        super().__init__(id, bus, FewestPatches())

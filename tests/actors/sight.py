@@ -43,7 +43,7 @@ class Sighted:
         for file in files:
             wanted = ResolveImage(image=Payload(inline=file))
             found = await bus.ask(RESOLVE_IMAGE.any(), wanted, timeout_s=TIMEOUT_S)
-            names = ("num_tokens", "digest", "width", "height", "vision", "pixels")
+            names = ("num_tokens", "digest", "width", "height", "vision", "pixels", "num_patches")
             images.append(Image(start=len(prompt) // 4, **{name: getattr(found, name) for name in names}))
             prompt += np.full(found.num_tokens, TOKEN, dtype="<u4").tobytes() + prompt_bytes(5)
         payload = Payload(inline=prompt)
@@ -61,6 +61,7 @@ class Sighted:
 async def sighted(num_vision: int = 1, **fields: Any) -> AsyncIterator[Sighted]:
     async with core(**fields) as system:
         eyes = Sighted(system)
+        await system.add_vision_balancer()
         for index in range(num_vision):
             await eyes.with_vision(f"v{index}")
         yield eyes

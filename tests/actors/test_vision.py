@@ -8,13 +8,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 
 from actors.vision import actor as vision_actor
 from actors.vision import held, queue
 from actors.vision.actor import Vision
 from actors.vision.held import Held
-from actors.vision.queue import Job, Queue
 from bus.actor import Actor
 from bus.bulk import MemoryBulk, MemoryHub
 from bus.bus import Bus, BusError
@@ -62,7 +62,7 @@ class Sight:
 
 
 def placed(image: ImageResolved) -> Image:
-    fields = ("num_tokens", "digest", "width", "height", "vision", "pixels")
+    fields = ("num_tokens", "digest", "width", "height", "vision", "pixels", "num_patches")
     return Image(start=3, **{name: getattr(image, name) for name in fields})
 
 
@@ -166,7 +166,7 @@ def test_our_own_faults_are_vision_errors_and_the_next_image_is_served(
             assert (await fails(system.encode(replaced(image, num_tokens=31)))).code is Code.VISION_ERROR
             assert (await fails(system.encode(replaced(image, width=28)))).code is Code.BAD_REQUEST
             gone = Handle(address="mem://gone", key="0" * 32, generation=1, size_bytes=9, checksum=0)
-            failure = await fails(system.encode(replaced(image, pixels=gone)))
+            failure = await fails(system.encode(replaced(image, pixels=gone, digest="another")))
             assert failure.code is Code.VISION_ERROR and "mem:" not in failure.message
             wanted = ResolveImage(image=Payload(handle=gone))
             asking = system.bus.ask(RESOLVE_IMAGE.any(), wanted, timeout_s=TIMEOUT_S)
@@ -188,14 +188,13 @@ def test_images_are_encoded_in_order_and_a_cancelled_request_leaves(run_async: R
     async def main() -> None:
         async with sight() as system:
             images = [await system.resolve(picture(color)) for color in ("red", "green", "blue", "white")]
-            alone = [await system.rows(await system.encode(image)) for image in images]
-            system.encoder.encoded.clear()
+            alone = [rows_of(image, await system.bulk.pull(image.pixels, timeout_s=TIMEOUT_S)) for image in images]
             system.encoder.gate.clear()
             asking = [
                 asyncio.create_task(system.encode(image, request_id))
                 for image, request_id in zip(images, ("a", "b", "c", "b"), strict=True)
             ]
-            jobs = system.vision._queue._jobs
+            jobs = system.vision._queue
             await until(lambda: len(jobs) == 4 and all(job.pixels for job in jobs))
             report = system.vision.load()
             assert report.num_waiting == 4
@@ -214,7 +213,12 @@ def test_images_are_encoded_in_order_and_a_cancelled_request_leaves(run_async: R
     run_async(main())
 
 
-def test_a_cancel_while_it_is_encoded_drops_the_result(run_async: Run) -> None:
+def rows_of(image: ImageResolved, pixels: bytes) -> bytes:
+    """What the encoder makes of it, whoever asks."""
+    return FakeEncoder()._rows(np.frombuffer(pixels, dtype=np.uint8).reshape(image.height, image.width, 3))
+
+
+def test_a_cancel_while_it_is_encoded_is_answered_at_once(run_async: Run) -> None:
     async def main() -> None:
         async with sight() as system:
             image = await system.resolve(picture())
@@ -226,6 +230,7 @@ def test_a_cancel_while_it_is_encoded_drops_the_result(run_async: Run) -> None:
             system.encoder.gate.set()
             assert await system.rows(await system.encode(image))
             assert system.held.num_offers == 2  # the pixels, and the embeddings of the second
+            assert len(system.encoder.encoded) == 1  # what was begun for nobody is there for the next
 
     run_async(main())
 
@@ -281,34 +286,3 @@ def test_what_has_expired_is_not_counted() -> None:
     assert not room.has_room(1, now_s=4.0)
     room.remove("b")
     assert room.has_room(1, now_s=5.0) and room.num_bytes == 0
-
-
-# The queue
-
-
-def job(request_id: str = "r", size_bytes: int = 12, deadline_ns: int = 0) -> Job:
-    pixels = Handle(address="mem://x", key="k", generation=1, size_bytes=size_bytes, checksum=0)
-    image = Image(start=0, num_tokens=4, digest="", width=2, height=2, vision="v", pixels=pixels)
-    return Job(EncodeImage(request_id=request_id, image=image, deadline_ns=deadline_ns))
-
-
-def test_a_job_that_still_pulls_does_not_hold_up_the_others() -> None:
-    jobs = Queue()
-    first, second = job("a"), job("b")
-    assert jobs.add(first) and jobs.add(second) and jobs.next() is None
-    second.pixels = b"x"
-    assert jobs.next() is second
-    first.pixels = b"x"
-    assert jobs.next() is first
-    assert jobs.num_pixels == 8
-    jobs.remove(first)
-    jobs.remove(first)
-    assert jobs.next() is second and len(jobs) == 1
-
-
-def test_the_queue_is_bounded_in_bytes_and_forgets_the_expired() -> None:
-    jobs = Queue()
-    assert jobs.add(job("a", queue.MAX_QUEUED_BYTES - 1, deadline_ns=5))
-    assert not jobs.add(job("b", 2))
-    assert jobs.expire(5) == [] and [late.asked.request_id for late in jobs.expire(6)] == ["a"]
-    assert jobs.add(job("b", 2)) and len(jobs) == 1
