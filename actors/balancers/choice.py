@@ -18,8 +18,8 @@ class Full(Exception):
 
 
 class Choice(Protocol):
-    """A policy. Pure: what it knows is in its arguments; times are seconds of the caller's clock, but for
-    `now_ns`, the unix time that deadlines are of."""
+    """A policy. What it knows of replicas is in its arguments; of its own it may remember who waits, which is forgotten
+    without harm. Times are seconds of the caller's clock, but for `now_ns`, the unix time that deadlines are of."""
 
     def __call__(self, replicas: Sequence[Replica], route: Route, now_s: float, now_ns: int) -> Replica:
         """One of the eligible replicas, of which there is at least one. Raises Full."""
