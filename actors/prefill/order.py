@@ -5,9 +5,18 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush
+from math import frexp
 
 from actors.prefill.job import Job
 from actors.rules.cost import PUBLISHED
+
+SHORT_NS = 100e6
+"""Of requests with less work nobody is shorter: half a step."""
+
+
+def size(work_ns: float) -> int:
+    """Who has twice the work, or more, is larger; 0 for all that are short."""
+    return max(0, frexp(work_ns / SHORT_NS)[1])
 
 
 class Turns:
@@ -49,30 +58,30 @@ class Turns:
     def order(self, jobs: Iterable[tuple[float, Job]]) -> Iterator[Job]:
         """All these jobs, given their nanoseconds left, as they follow one another. A tenant counts as served with each
         of its jobs that has been named."""
-        lines: dict[str, list[tuple[float, int, Job]]] = {}
+        lines: dict[str, list[tuple[int, int, float, Job]]] = {}
         for left_ns, job in jobs:
-            lines.setdefault(job.tenant, []).append((left_ns, job.number, job))
+            lines.setdefault(job.tenant, []).append((size(left_ns), job.number, left_ns, job))
         for line in lines.values():
             heapify(line)
         heads = [(self.served(tenant), tenant) for tenant in lines]
         heapify(heads)
         while heads:
             served, tenant = heappop(heads)
-            left_ns, _, job = heappop(lines[tenant])
+            _, _, left_ns, job = heappop(lines[tenant])
             yield job
             if lines[tenant]:
                 heappush(heads, (served + left_ns, tenant))
 
 
-_Place = tuple[bool, float, int]
-"""Of a job among its tenant's: whether it is long, how long, its number."""
+_Place = tuple[bool, int, int]
+"""Of a job among its tenant's: whether it is long, its size, its number."""
 
 
 class Waiting:
     """Jobs that wait for a slot of the engine; some are long, and would keep it from others.
 
-    Slots go alternately to the one that came first, and to the shortest of the tenant that was given least. Which one
-    is shorter is asked of the published cost: equal requests keep their order when the replica's own is fitted anew.
+    Slots go alternately to the one that came first, and to the shortest of the tenant that was given least. How long
+    it is, is asked of the published cost: equal requests keep their order when the replica's own is fitted anew.
     """
 
     def __init__(self, turns: Turns) -> None:
@@ -84,7 +93,7 @@ class Waiting:
 
     def push(self, job: Job, *, is_long: bool) -> None:
         """It waits from now on, where its number puts it."""
-        place = is_long, job.left_ns(PUBLISHED), job.number
+        place = is_long, size(job.left_ns(PUBLISHED)), job.number
         self._jobs[job.number] = job, place
         insort(self._by_age[is_long], job.number)
         insort(self._by_tenant.setdefault(job.tenant, []), place)

@@ -27,11 +27,11 @@ def sizes(batch: Batch, max_tokens: int) -> list[tuple[str, int]]:
 
 
 class TestBatch:
-    def test_the_first_one_the_short_ones_and_the_last_one_cut_at_the_grain(self) -> None:
+    def test_short_ones_first_come_first_served_and_the_last_one_cut_at_the_grain(self) -> None:
         batch = Batch(Meter())
         for id, num_tokens in (("a", 100), ("b", 1000), ("c", 10)):
             batch.add(job(id, num_tokens))
-        assert sizes(batch, 512) == [("a", 100), ("c", 10), ("b", 384)]
+        assert sizes(batch, 512) == [("a", 100), ("b", 384)]
 
     def test_cuts_fall_on_multiples_of_the_grain_of_the_prompt(self) -> None:
         batch = Batch(Meter())
@@ -58,13 +58,13 @@ class TestBatch:
             chosen = batch.get(id)
             assert chosen is not None
             chosen.keeping = Keeping(CachedPrefix(space="", root=bytes(16), keys=keys), chosen.tokens, branches=[300])
-        assert sizes(batch, 4096) == [("a", 256), ("c", 100), ("b", 256)]
-        assert sizes(batch, 600) == [("a", 256), ("c", 100), ("b", 128)]
-        assert sizes(batch, 400) == [("a", 256), ("c", 100)]
+        assert sizes(batch, 4096) == [("a", 256), ("b", 256), ("c", 100)]
+        assert sizes(batch, 400) == [("a", 256), ("b", 128)]
+        assert sizes(batch, 200) == [("a", 128)]
         first = batch.get("a")
         assert first is not None
         first.num_done = 256
-        assert sizes(batch, 4096) == [("a", 744), ("c", 100), ("b", 256)]
+        assert sizes(batch, 4096) == [("a", 744), ("b", 256), ("c", 100)]
 
     def test_waiting_jobs_are_not_computed(self) -> None:
         batch = Batch(Meter())
