@@ -33,6 +33,7 @@ bench: $(STAMP) ## the benchmarks that need no running system, one table each
 	@$(BIN)/shoal bench frontend
 	@$(BIN)/shoal bench engine
 	@$(BIN)/shoal bench kv
+	@$(BIN)/shoal bench cost
 	@echo 'What a second turn costs: $(BIN)/shoal bench turns, while a system runs (make up)'
 
 clean: ## remove the environment and all state

@@ -20,6 +20,7 @@ app.command("run.checkpoint:app", name="checkpoint", help="Make the bundled tiny
 app.command("run.simulate.command:simulate", name="simulate", help="Compare policies of balancing on a workload.")
 bench.command("run.bench.bus:bench_bus", name="bus", help="What the bus costs, beside raw nats-py.")
 bench.command("run.bench.engine:bench_engine", name="engine", help="Tokens per second of the engine, and their cost.")
+bench.command("run.bench.cost:bench_cost", name="cost", help="How well the time of prefill is foretold.")
 bench.command("run.bench.turns:bench_turns", name="turns", help="What the second turn of a conversation costs.")
 bench.command("run.bench.frontend:bench_frontend", name="frontend", help="Events per second through the front end.")
 bench.command("run.bench.kv:bench_kv", name="kv", help="What cached blocks cost, beside the disk and the hash alone.")

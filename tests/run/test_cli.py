@@ -12,7 +12,7 @@ import pytest
 from tests.actors.edge import make_card
 
 COMMANDS = ["", "up", "node", "health", "status", "chat", "simulate", "checkpoint", "checkpoint make"]
-BENCHES = ["bench", "bench bus", "bench frontend", "bench engine", "bench kv", "bench turns"]
+BENCHES = ["bench", "bench bus", "bench frontend", "bench engine", "bench kv", "bench cost", "bench turns"]
 
 
 def shoal(*arguments: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
