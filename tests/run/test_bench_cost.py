@@ -1,4 +1,4 @@
-"""The benchmark of costs runs and reports what others parse. How far off those are is not asserted: machines are noisy."""
+"""The benchmark of costs runs and reports what others parse. Its errors are not asserted: machines are noisy."""
 
 from __future__ import annotations
 
