@@ -72,14 +72,12 @@ class Work(NamedTuple):
         )
 
 
-def chunk_terms(
-    num_tokens: int, num_done: int, num_behind: int = 0, *, is_last: bool = True, is_exact: bool = False
-) -> Terms:
-    """Of a step that computes the next `num_tokens` of one prompt, of which `num_done` are, and `num_behind` follow;
-    of one that is not the last, if that is all that is known, a window or more. `is_exact`: see `Work`."""
+def chunk_terms(num_tokens: int, num_done: int, num_behind: int = 0, *, is_exact: bool = False) -> Terms:
+    """Of a step that computes the next `num_tokens` of one prompt, of which `num_done` are, and `num_behind` follow.
+    `is_exact`: see `Work`."""
     end = num_done + num_tokens
     pairs = num_tokens * num_done + num_tokens * num_tokens / 2
-    tail = num_tokens if is_exact else max(0, min(num_tokens, WINDOW - num_behind)) if is_last else 0
+    tail = num_tokens if is_exact else max(0, min(num_tokens, WINDOW - num_behind))
     return Terms(
         tokens=num_tokens,
         pairs=pairs,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.rules.cost import PUBLISHED, Cost, Work, chunk_terms, fit
+from actors.rules.cost import PUBLISHED, WINDOW, Cost, Work, chunk_terms, fit
 
 MEASURED_MS = {4096: 245, 8192: 452, 16384: 894, 32768: 1769, 65536: 3618, 131072: 7740, 260000: 17796}
 """Time to first token of the real model (spec serving.md §3, K4)."""
@@ -105,7 +105,7 @@ def test_the_most_that_fits_fits_and_no_more(room_ns: float, num_done: int, pair
     cost = Cost(1e6, 5e4, pair_ns, 0.0, context_ns=context_ns)
 
     def added(num_tokens: int) -> float:
-        return cost.ns(chunk_terms(num_tokens, num_done, is_last=False)) - cost.step_ns
+        return cost.ns(chunk_terms(num_tokens, num_done, WINDOW)) - cost.step_ns
 
     most = cost.most_tokens(room_ns, num_done)
     assert most == 0 or added(most) <= room_ns * (1 + 1e-6)
