@@ -16,27 +16,26 @@ class FewestPatches:
     """The least to encode: there, on its way, and this image itself.
 
     A replica that was lately given the same image, and has not been restarted since, has it still or is at it: to it
-    the image is nothing new. That is a hint: a wrong one costs an encoding, and a balancer that knows of none balances.
+    the image is nothing new. That is a hint: a wrong one costs an encoding, and who has none balances as well.
     """
 
     def __init__(self) -> None:
-        self._given: dict[tuple[str, str, str], None] = {}
+        self._given: dict[tuple[str, str], str] = {}
 
     def __call__(self, replicas: Sequence[Replica], route: Route, now_s: float, now_ns: int) -> Replica:
+        for id in route.excluded:
+            self._given.pop((route.digest, id), None)  # it did not take it
+
         def patches(replica: Replica) -> float:
-            is_known = self._key(replica, route) in self._given
+            is_known = self._given.get((route.digest, replica.id)) == replica.report.incarnation
             return _outstanding(replica) + (0 if is_known else route.num_new)
 
         chosen = min(replicas, key=lambda replica: (patches(replica), replica.id))
-        key = self._key(chosen, route)
-        self._given.pop(key, None)
-        self._given[key] = None
+        self._given.pop((route.digest, chosen.id), None)
+        self._given[route.digest, chosen.id] = chosen.report.incarnation
         if len(self._given) > MAX_REMEMBERED:
             del self._given[next(iter(self._given))]
         return chosen
-
-    def _key(self, replica: Replica, route: Route) -> tuple[str, str, str]:
-        return route.digest, replica.id, replica.report.incarnation
 
 
 def _outstanding(replica: Replica) -> float:

@@ -29,7 +29,9 @@ async def run(broker: RecordingBroker) -> tuple[dict[str, list[int]], dict[str, 
         return dict(eyes.core.listener.tokens), dict(eyes.core.listener.ends), await quiet(eyes.core, 2 * LEASE_S)
 
 
-@pytest.mark.parametrize(("verb", "one_in"), [("encode", 3), ("encode", 5), ("release", 2)])
+@pytest.mark.parametrize(
+    ("verb", "one_in"), [("encode", 4), ("encode", 5), ("release", 2), ("vision-balancer.any.route", 3)]
+)
 def test_lost_and_doubled_words_about_images_change_no_answer(verb: str, one_in: int) -> None:
     truth, _, _ = run_virtual(run(RecordingBroker()))
     broker = LossyBroker(lambda subject: subject.endswith(verb), one_in)

@@ -8,7 +8,7 @@ import pytest
 from msgspec import structs
 
 from actors.balancers import vision as policy
-from actors.balancers.ledger import Ledger, Replica
+from actors.balancers.ledger import Ledger
 from actors.balancers.vision import FewestPatches
 from actors.rules.load import VisionLoad
 from actors.vision import embeddings, queue
@@ -114,13 +114,10 @@ class Pool:
         detail = VisionLoad(num_patches).detail()
         self.ledger.report(structs.replace(said, role=Role.VISION, detail=detail), 0.0)
 
-    def replicas(self) -> list[Replica]:
-        return self.ledger.eligible([], 0.0)
-
-    def route(self, digest: str, num_new: int) -> str:
+    def route(self, digest: str, num_new: int, *excluded: str) -> str:
         self.num_routed += 1
-        route = Route(request_id="r", num_new=num_new, digest=digest)
-        chosen = self.choose(self.replicas(), route, 0.0, 0)
+        route = Route(request_id="r", num_new=num_new, digest=digest, excluded=list(excluded))
+        chosen = self.choose(self.ledger.eligible(excluded, 0.0), route, 0.0, 0)
         self.ledger.reserve(self.num_routed, chosen, route, 0.0)
         return chosen.id
 
@@ -149,6 +146,16 @@ def test_a_replica_that_was_given_the_same_image_is_asked_again_when_that_is_soo
     pool.report("v0", 200)
     pool.report("v1", 0, incarnation="b")
     assert pool.route("a", 30) == "v1"  # to encode it again is sooner
+
+
+def test_who_did_not_take_an_image_does_not_have_it() -> None:
+    pool = Pool()
+    for id in ("v0", "v1", "v2"):
+        pool.report(id, 0)
+    assert (pool.route("a", 50), pool.route("a", 50, "v0")) == ("v0", "v1")
+    for id in ("v0", "v1", "v2"):
+        pool.report(id, 0, [1, 2])
+    assert pool.route("a", 50) == "v1"
 
 
 def test_what_is_remembered_of_images_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

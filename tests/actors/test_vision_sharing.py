@@ -12,6 +12,7 @@ import pytest
 from actors.vision import queue
 from actors.vision.actor import LEASE_S, NUM_DECODING, Vision
 from bus.bus import decoder, fail
+from bus.images import PATIENCE_S
 from bus.subjects import CANCEL_VISION, RELEASE_IMAGE, RELEASE_VISION, RESOLVE_IMAGE
 from kernels.encoder import LocalEncoder
 from kernels.engine import Pixels
@@ -235,3 +236,27 @@ def counted(encode: Any, done: list[int]) -> Any:
         return list(await encode(images))
 
     return encoded
+
+
+def test_the_balancer_can_be_replaced_at_any_time_and_without_it_the_end_is_typed() -> None:
+    async def main() -> None:
+        async with sighted(2, cost=StepCost(step_ns=5_000_000)) as eyes:
+            for encoder in eyes.encoders.values():
+                encoder.encode = slowly(encoder.encode)  # type: ignore[method-assign]
+            loop = asyncio.get_running_loop()
+            submits = [await eyes.submit(picture("red", 40 + i, 50), request_id=f"r{i}") for i in range(10)]
+            running = [asyncio.create_task(eyes.core.finish(wanted)) for wanted in submits[:8]]
+            await asyncio.sleep(ENCODE_S)
+            eyes.core.kill("vision-balancer/vb0")
+            running.append(asyncio.create_task(eyes.core.finish(submits[8])))
+            await asyncio.sleep(1)
+            await eyes.core.add_vision_balancer()  # it knows nothing but what replicas report
+            assert {end for _, end in await asyncio.gather(*running)} == {LENGTH}
+            eyes.core.kill("vision-balancer/vb0")
+            begin_s = loop.time()
+            _, end = await eyes.core.finish(submits[9])
+            assert isinstance(end, Failed) and end.failure.code is Code.NO_REPLICA
+            assert loop.time() - begin_s < PATIENCE_S + 1
+            assert await quiet(eyes.core, 2 * LEASE_S) == {}
+
+    run_virtual(main())
