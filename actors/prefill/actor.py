@@ -187,9 +187,9 @@ class Prefill(Actor):
         return CancelAcknowledged(request_id=cancel.request_id, was_running=was_running)
 
     async def _on_resend(self, resend: Resend, envelope: Envelope) -> TokensEmitted:
-        def find(request_id: str) -> Held | None:
-            job = self._job(request_id)
-            dispatch = job.dispatch if job is not None else self._pulling.get(request_id)
+        def find(id: str) -> Held | None:
+            job = self._job(id)
+            dispatch = job.dispatch if job is not None else self._pulling.get(id) or self.loader.returning.get(id)
             return None if dispatch is None else (dispatch.epoch, [], None)
 
         return resend_answer(f"{self.role}/{self.id}", resend, find)

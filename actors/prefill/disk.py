@@ -149,6 +149,8 @@ class Loader:
         self._again_s = 0.0  # by the loop's clock: before then nothing is read
         self._loading: dict[str, asyncio.Task[None]] = {}
         self._telling: dict[str, asyncio.Task[None]] = {}
+        self.returning: dict[str, Dispatch] = {}
+        """What is returned, until the entrypoint knows: it may ask after it, and is not to hold it for lost."""
 
     def detail(self) -> dict[str, float]:
         """For a load report: totals since the start."""
@@ -176,7 +178,8 @@ class Loader:
             return
         if earlier is not None:
             earlier.cancel()
-        self._spawn(self._tell(job, shortened, None))  # whatever becomes of the job: it is over here
+        self.returning[job.id] = job.dispatch
+        self._spawn(self._return(job, shortened))  # whatever becomes of the job: it is over here
 
     async def resume(self, job: Job, engine: Engine) -> None:
         """Give the engine what was loaded for an admitted job; what it does not take is to be computed."""
@@ -243,6 +246,11 @@ class Loader:
                         self._spawn(self._snapshots.used(snapshot, data))
         except TimeoutError:  # whoever has the others as well
             fetched.tried.update(number for number, _ in fetched.prefix.snapshots)
+
+    async def _return(self, job: Job, shortened: HitShortened) -> None:
+        await self._tell(job, shortened, None)
+        if self.returning.get(job.id) is job.dispatch:
+            del self.returning[job.id]
 
     async def _tell(self, job: Job, shortened: HitShortened, earlier: asyncio.Task[None] | None) -> None:
         if earlier is not None:

@@ -144,6 +144,18 @@ def test_an_image_that_is_not_restored_after_all_is_encoded(
     gallery(play)
 
 
+def test_a_return_that_is_lost_is_said_again_and_the_request_is_not_given_up_meanwhile() -> None:
+    async def play(it: Gallery) -> None:
+        turn = [*await it.first_turn(20, RED, 370, RED, 200), 200]
+        want = await it.cold(*turn)
+        it.forget_windows()
+        it.encodes.num_to_lose = 2
+        assert await it.run("hit", *turn) == want
+        assert (it.encodes.num_to_lose, it.encodes.num) == (0, 2)
+
+    gallery(play)
+
+
 def test_engines_that_compute_give_the_tokens_of_a_cold_run(tmp_path: Path) -> None:
     """One image is wholly restored, one lies across the end of what is, one behind it."""
     config = ModelConfig.from_folder(DEFAULT_MODEL)
