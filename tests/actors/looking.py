@@ -26,7 +26,7 @@ Part = int | Sequence[int] | bytes
 
 
 class Encodes(RecordingBroker):
-    """Counts how often an image was to be encoded. Loses `num_to_lose` messages of hits that are less than was found."""
+    """Counts how often an image was to be encoded. Loses `num_to_lose` messages of hits that were cut short."""
 
     num = 0
     num_to_lose = 0
