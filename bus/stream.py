@@ -18,11 +18,13 @@ PULL_TIMEOUT_S = 10.0
 
 
 class Item(NamedTuple):
-    """One item of a stream. `status` is an HTTP status; after `is_last` nothing follows."""
+    """One item of a stream. `status` is an HTTP status, `retry_after_s` when to try again, 0 when nobody knows; after
+    `is_last` nothing follows."""
 
     body: bytes
     is_last: bool
     status: int
+    retry_after_s: float = 0.0
 
 
 class InStream:
@@ -38,7 +40,7 @@ class InStream:
         self.touched = asyncio.get_running_loop().time()
         self._reader = reader
         self._stall_s = stall_s
-        self._items: list[tuple[bytes | Handle, bool, int]] = []
+        self._items: list[tuple[bytes | Handle, bool, int, float]] = []
         self._num_bytes = 0
         self._error: BusError | None = None
         self._is_ended = False
@@ -61,17 +63,17 @@ class InStream:
                 self._waiter = None
         taken, self._items, self._num_bytes = self._items, [], 0
         items = []
-        for body, is_last, status in taken:
+        for body, is_last, status, retry_after_s in taken:
             if isinstance(body, Handle):
                 body = await self._reader.bulk.pull(body, timeout_s=PULL_TIMEOUT_S)
-            items.append(Item(body, is_last, status))
+            items.append(Item(body, is_last, status, retry_after_s))
         return items
 
-    def put(self, body: bytes | Handle, is_last: bool, status: int) -> None:
+    def put(self, body: bytes | Handle, is_last: bool, status: int, retry_after_s: float = 0.0) -> None:
         """The next item has come. Dropped after the end."""
         if self._is_ended:
             return
-        self._items.append((body, is_last, status))
+        self._items.append((body, is_last, status, retry_after_s))
         self._num_bytes += body.size_bytes if isinstance(body, Handle) else len(body)
         if is_last:
             self.close()
@@ -126,7 +128,7 @@ class StreamReader:
         `next_seq` on.
         """
         now = asyncio.get_running_loop().time()
-        last, statuses, large = set(batch.last), dict(batch.statuses), dict(batch.large)
+        last, statuses, large, waits = set(batch.last), dict(batch.statuses), dict(batch.large), dict(batch.waits)
         streams = self._streams
         behind: dict[InStream, None] = {}
         for i, (stream_id, seq, item) in enumerate(zip(batch.stream_ids, batch.seqs, batch.items, strict=True)):
@@ -138,7 +140,7 @@ class StreamReader:
                 continue
             stream.next_seq = seq + 1
             stream.touched = now
-            stream.put(large.get(i, item), i in last, statuses.get(i, 200))
+            stream.put(large.get(i, item), i in last, statuses.get(i, 200), waits.get(i, 0.0))
         return list(behind)
 
     def forget(self, stream: InStream) -> None:

@@ -16,8 +16,8 @@ from schemas.bulk import Handle
 BATCH_BYTES = MAX_MESSAGE_BYTES - 1024
 """Items of one batch, with what surrounds them. The rest of a message is the batch's own frame."""
 
-ITEM_BYTES = 32
-"""What surrounds an item at most: stream id, number, length, place in `last` and `statuses`."""
+ITEM_BYTES = 48
+"""What surrounds an item at most: stream id, number, length, place in `last`, `statuses` and `waits`."""
 
 HANDLE_BYTES = 256
 
@@ -44,6 +44,7 @@ class _Gathered:
         "seqs",
         "statuses",
         "streams",
+        "waits",
     )
 
     def __init__(self, address: Address[StreamBatch, Any], on_fate: Callable[[bool], None]) -> None:
@@ -60,9 +61,12 @@ class _Gathered:
         self.last: list[int] = []
         self.statuses: list[tuple[int, int]] = []
         self.large: list[tuple[int, Handle]] = []
+        self.waits: list[tuple[int, float]] = []
         self.num_bytes = 0
 
-    def add(self, stream_id: int, seq: int, item: bytes | Handle, is_last: bool, status: int) -> None:
+    def add(
+        self, stream_id: int, seq: int, item: bytes | Handle, is_last: bool, status: int, retry_after_s: float
+    ) -> None:
         """One more item."""
         index = len(self.items)
         if isinstance(item, Handle):
@@ -75,6 +79,8 @@ class _Gathered:
         self.num_bytes += len(item) + ITEM_BYTES
         if status != 200:
             self.statuses.append((index, status))
+        if retry_after_s:
+            self.waits.append((index, retry_after_s))
         if is_last:
             self.last.append(index)
 
@@ -88,6 +94,7 @@ class _Gathered:
                 last=self.last,
                 statuses=self.statuses,
                 large=self.large,
+                waits=self.waits,
             )
             return
         large = dict(self.large)
@@ -108,6 +115,7 @@ class _Gathered:
             last=[i - start for i in self.last if start <= i < end],
             statuses=[(i - start, status) for i, status in self.statuses if start <= i < end],
             large=[(i - start, handle) for i, handle in self.large if start <= i < end],
+            waits=[(i - start, wait_s) for i, wait_s in self.waits if start <= i < end],
         )
 
 
@@ -116,6 +124,7 @@ class OutStream:
 
     __slots__ = (
         "_gathered",
+        "_retry_after_s",
         "_status",
         "_writer",
         "destination",
@@ -133,14 +142,14 @@ class OutStream:
         self.kept: deque[bytes | Handle] = deque()
         self.kept_bytes = 0
         self.ended_s: float | None = None
-        self._status = 200
+        self._status, self._retry_after_s = 200, 0.0
         self._writer = writer
         self._gathered: _Gathered | None = gathered
         gathered.num_open += 1
 
-    def put(self, item: bytes, *, is_last: bool = False, status: int = 200) -> None:
-        """Gather one item for the next `flush()`; a `status` goes with the last one. Dropped after it, and when the
-        destination is gone.
+    def put(self, item: bytes, *, is_last: bool = False, status: int = 200, retry_after_s: float = 0.0) -> None:
+        """Gather one item for the next `flush()`; a `status`, and when to try again, go with the last one. Dropped
+        after it, and when the destination is gone.
 
         Raises `BusError(overloaded)` if the item needs a handle and too much is held for pulling already.
         """
@@ -151,7 +160,7 @@ class OutStream:
         num_bytes = len(item)
         if num_bytes > INLINE_BYTES:
             sent, num_bytes = self._writer.bulk.offer(item, lease_s=LEASE_S), HANDLE_BYTES
-        gathered.add(self.stream_id, self.next_seq, sent, is_last, status)
+        gathered.add(self.stream_id, self.next_seq, sent, is_last, status, retry_after_s)
         self.next_seq += 1
         kept = self.kept
         kept.append(sent)
@@ -160,7 +169,7 @@ class OutStream:
             first = kept.popleft()
             self.kept_bytes -= HANDLE_BYTES if isinstance(first, Handle) else len(first)
         if is_last:
-            self._status = status
+            self._status, self._retry_after_s = status, retry_after_s
             self.ended_s = asyncio.get_running_loop().time()
             self.close()
 
@@ -178,7 +187,8 @@ class OutStream:
             return False
         for seq in range(from_seq, self.next_seq):
             is_last = self.ended_s is not None and seq == self.next_seq - 1
-            gathered.add(self.stream_id, seq, self.kept[seq - first], is_last, self._status if is_last else 200)
+            status, retry_after_s = (self._status, self._retry_after_s) if is_last else (200, 0.0)
+            gathered.add(self.stream_id, seq, self.kept[seq - first], is_last, status, retry_after_s)
         return True
 
 

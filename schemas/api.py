@@ -66,8 +66,8 @@ class StreamBatch(Message, frozen=True):
     """Items of many streams, struct of arrays: one message per step and destination.
 
     Item i belongs to `stream_ids[i]` and is number `seqs[i]` of it, from 0. `is_last` lists the items that are the
-    terminal item of their stream. `statuses` holds (i, HTTP status) where it is not 200. `large` holds (i, handle)
-    for items whose body travels beside the bus.
+    terminal item of their stream. `statuses` holds (i, HTTP status) where it is not 200, and `waits` (i, seconds) where
+    there is word of when to try again. `large` holds (i, handle) for items whose body travels beside the bus.
     """
 
     stream_ids: list[int]
@@ -76,6 +76,7 @@ class StreamBatch(Message, frozen=True):
     last: list[int] = []
     statuses: list[tuple[int, int]] = []
     large: list[tuple[int, Handle]] = []
+    waits: list[tuple[int, float]] = []
 
 
 class Probe(Message, frozen=True):

@@ -243,7 +243,7 @@ class Gateway(Actor):
                 bodies = [item.body for item in items if item.body]
                 if not is_started:
                     if status != 200 and len(bodies) == 1:
-                        return request.reply(status, bodies[0])
+                        return request.reply(status, bodies[0], retry_after_s=items[-1].retry_after_s)
                     headers = request.stream_headers(called.ignored)
                     await send({"type": "http.response.start", "status": 200, "headers": headers})
                     is_started = True
@@ -263,7 +263,7 @@ class Gateway(Actor):
             last = items[-1]
             if last.is_last:
                 exchange.is_over = True
-                reply = exchange.request.reply(last.status, last.body)
+                reply = exchange.request.reply(last.status, last.body, retry_after_s=last.retry_after_s)
                 reply.headers.extend(ignored_header(called.ignored))
                 return reply
         raise fail(Code.INTERNAL, "the stream ended without its last item")

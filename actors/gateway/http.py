@@ -70,9 +70,8 @@ class Request:
     def refusal(self, failure: Failure) -> Reply:
         """A failure, in the protocol's own words."""
         row = FAILURES[failure.code]
-        retry_after_s = failure.retry_after_s or (1.0 if row.is_retryable else 0.0)
         body = error_body(self.protocol, failure, self.label)
-        return self.reply(row.http_status, body, retry_after_s=retry_after_s)
+        return self.reply(row.http_status, body, retry_after_s=failure.retry_after_s)
 
     def answered(self, answer: Answer) -> Reply:
         """A recipe's answer; its failures in the words of this client, not of the subject it was asked on."""
@@ -90,6 +89,7 @@ class Request:
         if http_status >= 400:
             # Both SDKs follow this rather than guess from the status.
             headers.append((b"x-should-retry", b"true" if _RETRYABLE.get(http_status) else b"false"))
+            retry_after_s = retry_after_s or (1.0 if _RETRYABLE.get(http_status) else 0.0)
         if retry_after_s:
             headers.append((b"retry-after", b"%d" % math.ceil(retry_after_s)))
         return headers

@@ -262,7 +262,8 @@ class Recipe(PublicActor):
         """The terminal event: the last items go out, and the request is forgotten."""
         if request.is_closed:
             return
-        request.door.put(outcome.items, is_last=True, status=outcome.status)
+        retry_after_s = outcome.failure.retry_after_s if outcome.failure else 0.0
+        request.door.put(outcome.items, is_last=True, status=outcome.status, retry_after_s=retry_after_s)
         self._close(request, outcome)
         if outcome.must_cancel is not None:
             self.spawn(cancel_at(self.bus, request.shard, request.id, outcome.must_cancel))

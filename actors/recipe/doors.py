@@ -23,7 +23,9 @@ class Stream(Interface):
 
     stream_id: int
 
-    def put(self, item: bytes, *, is_last: bool = False, status: int = 200) -> None: ...
+    def put(
+        self, item: bytes, *, is_last: bool = False, status: int = 200, retry_after_s: float = 0.0
+    ) -> None: ...
 
     def close(self) -> None: ...
 
@@ -36,13 +38,16 @@ class GatewayDoor:
         self.stream_id = stream.stream_id
         self._stream = stream
 
-    def put(self, items: list[bytes], *, is_last: bool = False, status: int = 200) -> None:
-        """Add items, in order. With `is_last` there is at least one, and it ends the stream with this HTTP status."""
+    def put(
+        self, items: list[bytes], *, is_last: bool = False, status: int = 200, retry_after_s: float = 0.0
+    ) -> None:
+        """Add items, in order. With `is_last` there is at least one, and it ends the stream with this HTTP status, and
+        the time after which to try again."""
         put = self._stream.put
         for item in items[:-1] if is_last else items:
             put(item)
         if is_last:
-            put(items[-1], is_last=True, status=status)
+            put(items[-1], is_last=True, status=status, retry_after_s=retry_after_s)
 
     def close(self) -> None:
         """Nothing more will come."""
@@ -67,8 +72,10 @@ class InboxDoor:
         self._max_bytes = max_bytes
         self._seq = 0
 
-    def put(self, items: list[bytes], *, is_last: bool = False, status: int = 200) -> None:
-        """See `GatewayDoor.put`; the status is not sent, the body of an error says it all."""
+    def put(
+        self, items: list[bytes], *, is_last: bool = False, status: int = 200, retry_after_s: float = 0.0
+    ) -> None:
+        """See `GatewayDoor.put`; status and time are not sent, the body of an error says it all."""
         for item in items:
             if len(item) > self._max_bytes - SEQ_BYTES:
                 failure = Failure(code=Code.TOO_LARGE, message=f"this message has {len(item)} bytes")

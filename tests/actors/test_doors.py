@@ -14,11 +14,11 @@ class Stream:
     stream_id = 7
 
     def __init__(self) -> None:
-        self.puts: list[tuple[bytes, bool, int]] = []
+        self.puts: list[tuple[bytes, bool, int, float]] = []
         self.is_closed = False
 
-    def put(self, item: bytes, *, is_last: bool = False, status: int = 200) -> None:
-        self.puts.append((item, is_last, status))
+    def put(self, item: bytes, *, is_last: bool = False, status: int = 200, retry_after_s: float = 0.0) -> None:
+        self.puts.append((item, is_last, status, retry_after_s))
 
     def close(self) -> None:
         self.is_closed = True
@@ -37,8 +37,9 @@ def test_only_the_last_item_of_a_gateways_stream_is_last() -> None:
     stream = Stream()
     door = GatewayDoor("g0", stream)
     door.put([b"a", b"b"])
-    door.put([b"c", b"d"], is_last=True, status=503)
-    assert stream.puts == [(b"a", False, 200), (b"b", False, 200), (b"c", False, 200), (b"d", True, 503)]
+    door.put([b"c", b"d"], is_last=True, status=503, retry_after_s=1.5)
+    news = [(body, False, 200, 0.0) for body in (b"a", b"b", b"c")]
+    assert stream.puts == [*news, (b"d", True, 503, 1.5)]
     assert door.stream_id == 7
     door.close()
     assert stream.is_closed

@@ -19,10 +19,11 @@ from actors.rules.tenants import Tenants
 from bus.bus import Delivery
 from bus.memory import MemoryWire
 from bus.subjects import EXITED
+from schemas.failure import Code, Failure
 from schemas.liveness import ProcessExited
-from schemas.request import CancelReason, Finished, FinishReason
+from schemas.request import CancelReason, Failed, Finished, FinishReason
 from tests.actors.clients import BODIES, CHAT_PATH, MESSAGES, MESSAGES_PATH, error_of, http, sdks
-from tests.actors.edge import edge
+from tests.actors.edge import edge, silent, submitted
 from tests.conftest import Run
 
 # Bad input
@@ -181,6 +182,22 @@ def test_draining(run_async: Run, card: ModelCard) -> None:
                 assert error_of(path, answer.json())
 
     run_async(main())
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_who_finds_no_room_is_told_when_to_come_again(card: ModelCard, path: str, is_stream: bool) -> None:
+    async def main() -> None:
+        async with silent(card) as system, http(system) as client:
+            posted = asyncio.create_task(client.post(path, json={**BODIES[path], "stream": is_stream}))
+            (id,) = await submitted(system.entrypoint)
+            full = Failure(code=Code.OVERLOADED, message="10 s too late", retry_after_s=7.2)
+            await system.entrypoint.emit(id, [], Failed(failure=full))
+            answer = await posted
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "8")
+            assert answer.headers["x-should-retry"] == "true" and error_of(path, answer.json()) == "10 s too late"
+
+    asyncio.run(main(), debug=True)
 
 
 def test_stopping_ends_streams_and_frees_the_port(run_async: Run, card: ModelCard) -> None:
