@@ -219,9 +219,9 @@ def test_what_was_lost_is_sent_again(run_async: Run) -> None:
         async with pair() as (writer, reader, batches, _):
             out = writer.open(STREAM.at("g1"), 1)
             sent = [Item(b"%d" % i, False, 200) for i in range(5)]
-            sent += [Item(bytes(INLINE_BYTES + 1), False, 200), Item(b"end", True, 499)]
+            sent += [Item(bytes(INLINE_BYTES + 1), False, 200), Item(b"end", True, 503, 1.5)]
             for item in sent:
-                out.put(item.body, is_last=item.is_last, status=item.status)
+                out.put(item.body, is_last=item.is_last, status=item.status, retry_after_s=item.retry_after_s)
             await writer.flush()  # to nobody: the reader opens its stream too late
             await asyncio.sleep(0)
             stream = reader.open(1, stall_s=60)
