@@ -108,8 +108,7 @@ class Fetches:
         def end(outcome: bytes | Failure) -> None:
             self._running[tenant] -= 1
             self._running += Counter()  # drops tenants that have none
-            if not future.done():
-                future.set_result(outcome)
+            future.set_result(outcome)
 
         def run() -> None:
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -196,3 +197,33 @@ def test_refusals_name_the_field(run_async: Run, sighted: ModelCard, site: str) 
             assert system.edge.recipe._fetches._held_bytes == 0
 
     run_async(main())
+
+
+def test_nobody_waits_for_a_server_that_hangs(run_async: Run, sighted: ModelCard) -> None:
+    release = threading.Event()
+
+    class Hanging(Fetch):
+        def __call__(self, url: str) -> bytes | Failure:
+            release.wait(30)
+            return RED
+
+    async def main() -> None:
+        async with sight(sighted, Hanging()) as system:
+            recipe, body = system.edge.recipe, body_of(CHAT, "x", at(CHAT, "http://x.org/"))
+            client, other = await system.edge.client(), await system.edge.client()
+            deadline = {"Shoal-Deadline-Ns": str(recipe.bus.seams.clock_ns() + 10**8)}
+            await client.send(CHAT, body, deadline)
+            assert (await client.all())[0]["error"]["code"] == "deadline_exceeded"
+            await client.send(CHAT, body)
+            async with asyncio.timeout(10):
+                while recipe._fetches._running != {"public": 2}:
+                    await asyncio.sleep(0)
+            [request] = recipe._open
+            await other.send(Protocol.CANCEL, {"id": request.id})
+            assert (await other.all())[0]["cancelled"]
+            assert (await client.all())[0]["error"]["code"] == "cancelled"
+
+    try:
+        run_async(main())
+    finally:
+        release.set()

@@ -124,6 +124,20 @@ def test_threads_that_hang_are_bounded_and_leave_room_for_other_tenants(
     run_async(main())
 
 
+def test_a_request_has_some_fetched_at_a_time(run_async: Run, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetches, "AT_ONCE", 2)
+
+    async def main() -> None:
+        some, _ = make(site)
+        asking = asyncio.create_task(fetch(some, "hangs1", "hangs2", "c"))
+        await until(lambda: len(site.asked) == 2)
+        assert await fetch(some, "d") == [b"d"] and "c" not in site.asked
+        site.release.set()
+        assert await asking == [b"hangs1", b"hangs2", b"c"]
+
+    run_async(main())
+
+
 def test_bytes_are_bounded_by_request_and_in_all(
     run_async: Run, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
