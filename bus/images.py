@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -169,9 +170,7 @@ class AnyVision:
                 refusal = error
             return encoded is not None
 
-        def is_over_now() -> bool:
-            return self._is_over(wanted, is_over)
-
+        is_over_now = functools.partial(self._is_over, wanted, is_over)
         route = Route(request_id=wanted.request_id, num_new=image.num_patches, digest=image.digest)
         how = (self._bus, ROUTE_VISION, RELEASE_VISION, route, attempt)
         while encoded is None and not is_over_now():
@@ -186,6 +185,7 @@ class AnyVision:
         return encoded
 
     def _is_over(self, wanted: ResolveImage | EncodeImage, is_over: Callable[[], bool]) -> bool:
+        """Nobody waits for it any more. Raises deadline_exceeded when that is why."""
         if 0 < wanted.deadline_ns <= self._bus.seams.clock_ns():
             raise fail(Code.DEADLINE_EXCEEDED, "the deadline of the request has passed")
         return is_over()
@@ -211,7 +211,7 @@ class AnyVision:
 def _typed(error: BusError) -> BusError:
     """What it means to a client, whose image is good."""
     if error.code in (Code.NO_RESPONDERS, Code.SHUTTING_DOWN, Code.NO_REPLICA):
-        return fail(Code.NO_REPLICA, "no vision replica is there to encode the image")
+        return fail(Code.NO_REPLICA, "no vision replica can be reached to encode the image")
     if error.code in (Code.OVERLOADED, Code.DEADLINE_EXCEEDED):
         return error
     return fail(Code.VISION_ERROR, error.failure.message)

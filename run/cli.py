@@ -64,8 +64,8 @@ def node(*actors: str, name: str = "", threads: int | None = None, slots: int | 
     Parameters
     ----------
     actors
-        What to run, as ROLE/ID; an ID of `-` stands for this host's name. Vision actors of a checkpoint without a
-        vision tower are left out.
+        What to run, as ROLE/ID; an ID of `-` stands for this host's name. Vision actors, and their balancer, of a
+        checkpoint without a vision tower are left out.
     name
         What the process is called in logs and traces; the first role by default.
     threads
