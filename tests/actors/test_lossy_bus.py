@@ -22,8 +22,8 @@ COST = StepCost(step_ns=5_000_000)
 
 
 class LossyBroker(RecordingBroker):
-    """Loses about one in `one_in` of the messages whose subject `is_hit`, never two in a row, and doubles as many. Not in
-    step with anything: of what comes in turns, the same would be lost for ever."""
+    """Loses about one in `one_in` of the messages whose subject `is_hit`, never two in a row, and doubles as many.
+    Not in step with anything: of what comes in turns, the same would be lost for ever."""
 
     def __init__(self, is_hit: Callable[[str], bool], one_in: int) -> None:
         super().__init__()
