@@ -91,6 +91,8 @@ def test_without_a_vision_tower_nobody_looks(tmp_path: Path) -> None:
     kept = serving(specs, settings)
     assert [spec.name for spec in kept] == ["decode", "prefill", "front"]
     assert {member.role for spec in kept for member in spec.members} == set(Role) - {Role.VISION, Role.VISION_BALANCER}
+    alone = (ProcessSpec("vision-balancer", (Member(Role.VISION_BALANCER, "vb0"),), num_threads=1),)
+    assert serving(alone, settings) == ()
     make_card(tmp_path, image_token=IMAGE_TOKEN)
     assert serving(specs, settings) == specs
     (tmp_path / "config.json").write_text("{")
