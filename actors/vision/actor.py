@@ -16,7 +16,7 @@ from actors.rules.load import VisionLoad
 from actors.vision.embeddings import Embeddings, Rows
 from actors.vision.held import Held
 from actors.vision.images import ImageError, Prepared, prepare
-from actors.vision.queue import Asker, Job, Queue, key_of
+from actors.vision.queue import Asker, Job, Key, Queue, key_of
 from bus.actor import Actor, Envelope, Handler
 from bus.bulk import Bulk
 from bus.bus import Bus, BusError, fail
@@ -39,6 +39,10 @@ MAX_RESOLVING_BYTES = 512 * 1024 * 1024
 
 NUM_DECODING = 2
 """Images decoded at once: each takes a core, and the memory of its full size."""
+
+MAX_FAULTS = 3
+"""Images in a row at which the encoder fails: then it is the encoder, and the actor ends, to be started anew. Failing
+is quick, so a replica that does nothing else would always have the least to do, and be given everything."""
 
 LEASE_S = 120.0
 """How long pixels and embeddings are held for a request that nobody speaks of any more."""
@@ -64,6 +68,7 @@ class Vision(Actor):
         self._queue = Queue()
         self._embeddings = Embeddings()
         self._held = Held()
+        self._faults: set[Key] = set()
         self._envelopes: dict[Asker, Envelope] = {}
         self._num_resolving = 0
         self._resolving_bytes = 0
@@ -206,13 +211,17 @@ class Vision(Actor):
             await self.report_load()  # what is left, before balancers choose by what was
 
     async def _encoded(self, job: Job) -> Rows | Failure:
-        """What it gives, remembered; a fault of ours with one image does not end the others."""
+        """What it gives, remembered; a fault of ours with one image does not end the others, until there are many."""
         pixels = np.frombuffer(job.pixels, dtype=np.uint8).reshape(job.image.height, job.image.width, 3)
         try:
             (data,) = await self._encoder.encode([pixels])
             rows = Rows(data, await self._bulk.checksum(data))
         except Exception:
+            self._faults.add(key_of(job.image))
+            if len(self._faults) == MAX_FAULTS:
+                raise
             return self._fault()
+        self._faults.clear()
         self._embeddings.add(key_of(job.image), rows)
         return rows
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from actors.vision import queue
-from actors.vision.actor import LEASE_S, NUM_DECODING, Vision
+from actors.vision.actor import LEASE_S, MAX_FAULTS, NUM_DECODING, Vision
 from bus.bus import decoder, fail
 from bus.images import PATIENCE_S
 from bus.subjects import CANCEL_VISION, RELEASE_IMAGE, RELEASE_VISION, RESOLVE_IMAGE
@@ -142,6 +142,26 @@ def test_what_is_remembered_is_what_the_tower_gives_again_to_the_bit(run_async: 
             await other.close()
 
     run_async(main())
+
+
+def test_an_encoder_that_fails_at_everything_ends_its_actor_and_images_go_to_others() -> None:
+    async def main() -> None:
+        async with sighted(2) as eyes:
+            broken, sound = eyes.encoders.values()
+
+            async def fails(images: Any) -> list[bytes]:
+                raise RuntimeError("the device is gone")
+
+            broken.encode = fails  # type: ignore[method-assign]
+            files = [picture("red", 40 + i, 50) for i in range(9)]
+            submits = [await eyes.submit(file, request_id=f"r{i}") for i, file in enumerate(files)]
+            ends = [end for _, end in [await eyes.core.finish(wanted) for wanted in submits]]
+            assert len([end for end in ends if isinstance(end, Failed)]) == MAX_FAULTS - 1
+            assert ends[MAX_FAULTS - 1 :] == [LENGTH] * (len(ends) - MAX_FAULTS + 1)
+            assert len(sound.encoded) == len(ends) - MAX_FAULTS + 1
+            assert isinstance(eyes.core.tasks["vision/v0"].exception(), RuntimeError)
+
+    run_virtual(main())
 
 
 # Case 29: more images than can be encoded
