@@ -31,9 +31,8 @@ class ComputeQuota:
 
         wait = min(outstanding, num_requests x cost)
 
-    A replica gives half of each step to the oldest of its requests and half to the least (see prefill), so a short
-    prompt does not wait for a long one, and a long one waits for all. With `outstanding` alone short prompts gather
-    where few are long: simulated at 80 % load, p99 slowdown 3.5 in place of 2.2, the same p99 TTFT.
+    A replica serves those first that have least to do (see prefill), so a short prompt does not wait for a long one,
+    and a long one waits for all. With `outstanding` alone short prompts gather where few are long.
 
     Whose work waits there does not matter to the choice. It matters to whether there is one: tenants are served in
     turns, so that one waits for its own work and as much of each other's, if that is less still. When even that is

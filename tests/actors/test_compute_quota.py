@@ -15,6 +15,7 @@ from actors.balancers.prefill import MAX_WAIT_S, RAMP_S, ComputeQuota
 from actors.rules.cost import PUBLISHED, Cost, Work
 from actors.rules.load import PrefillLoad
 from actors.rules.owner import EXPIRY_S
+from schemas.message import Role
 from schemas.routing import LoadReported, Route
 from tests.actors.builders import report
 
@@ -96,8 +97,8 @@ def test_a_prompt_waits_for_as_much_of_each_other_as_it_takes_itself() -> None:
     many = load("p1", left_s=6.0, reservations=(91, 92, 93))
     assert Pool(few, many).route(route(1000)) == "p0"  # behind one, not behind three
     assert Pool(few, many).route(route(10_000)) == "p1"
-    handing_over = structs.replace(many, num_waiting=0, detail=load("p1").detail)
-    assert Pool(few, handing_over).route(route(1000)) == "p1"
+    done = load("p0", left_s=30.0, reservations=(80, 81, 82, 83, 84, 85), num_unfinished=1)  # five are handed over
+    assert Pool(done, many).route(route(1000)) == "p0"
 
 
 def test_case_8_a_shared_prompt_is_spread_like_any_other() -> None:
@@ -257,8 +258,9 @@ def test_what_ends_sooner_than_it_can_be_done_was_not_done() -> None:
 
 def test_a_replica_without_requests_has_no_work() -> None:
     pool = Pool(load("p0"))
-    pool.route(route(60_000))
-    pool.now_s += 59.0
+    pool.route(route(1000))
+    pool.hear(load("p0", seq=2, left_s=30.0, reservations=(1,)))
+    pool.now_s += 2.0  # it was faster than it thought
     assert pool.ledger.release(1, pool.now_s) and pool.left_s("p0") == 0.0
 
 
@@ -348,3 +350,11 @@ def test_case_38_a_lost_release_is_over_after_a_lease_in_proportion_to_the_work(
     pool.now_s += 0.2
     pool.ledger.eligible([], pool.now_s)
     assert pool.ledger.num_reserved == 0 and not pool.ledger.release(1, pool.now_s)
+
+
+def test_case_38_what_takes_nobody_knows_how_long_has_no_lease() -> None:
+    ledger = Ledger()
+    ledger.report(structs.replace(report("d0"), role=Role.DECODE), 0.0)
+    ledger.reserve(1, ledger.eligible([], 0.0)[0], route(), 0.0)
+    ledger.eligible([], 1e6)
+    assert ledger.release(1, 1e6)
