@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -152,8 +152,9 @@ def test_a_million_tokens_make_chat_wait_for_two_steps_at_most() -> None:
         assert chat.num_left == 0 and long.num_done > before
 
 
-def test_under_a_flood_of_chat_a_million_tokens_still_get_their_share() -> None:
-    replica, number, num_flooded = Replica(), 0, 0
+@pytest.mark.parametrize("token_ns", [50.5e3, 5e6])  # in the time of a step: 25 grains, and not even one
+def test_under_a_flood_of_chat_a_million_tokens_still_get_their_share(token_ns: float) -> None:
+    replica, number, num_flooded = Replica(replace(PUBLISHED, token_ns=token_ns)), 0, 0
     replica.add(long := job("long", MILLION))
     for _ in range(20 * TURN):
         while len(replica.batch) < 60:

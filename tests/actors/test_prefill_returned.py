@@ -13,9 +13,11 @@ from actors.prefill.job import Job
 from actors.prefill.restore import NOTHING, Restored
 from actors.rules.hit import Hit
 from kernels.engine import Prefix, StateError
+from kernels.timed import StepCost, TimedEngine
 from run.virtual import run_virtual
 from schemas.cache import CachedPrefix
 from tests.actors.builders import dispatch
+from tests.actors.core import VOCABULARY, info
 from tests.actors.prefixes import Stand, blocks, stand, tokens
 
 FIRST, SECOND = tokens(blocks(6) + 50), tokens(blocks(8) + 7)
@@ -87,6 +89,22 @@ def test_cancelled_at_every_await_it_is_let_go_of_once(damage: Callable[[Stand],
     while run_virtual(one(num_turns)):
         num_turns += 1
     assert exact or num_turns >= 5
+
+
+def test_it_does_not_wait_for_a_step_that_is_under_way() -> None:
+    async def main() -> None:
+        cost = StepCost(step_ns=1_000_000_000)
+        async with stand(TimedEngine(info(max_tokens=4096), VOCABULARY, cost)) as system:
+            prefix = await prepared(system, bad_block)
+            await system.send("busy", FIRST[:100], None)
+            await asyncio.sleep(0.1)
+            await system.send("r2", SECOND, prefix)
+            await asyncio.sleep(0.1)
+            assert system.prefill.batch.get("busy") is not None
+            assert system.prefill.batch.get("r2") is None and system.balancer.num_released == 2
+            await system.quiet()
+
+    run_virtual(main())
 
 
 @pytest.mark.parametrize(

@@ -54,18 +54,18 @@ def prefill_of(system: Core) -> Prefill:
     return prefill
 
 
-async def one_of_each(system: Core, **fields: int) -> None:
-    await system.add_prefill("p0", TimedEngine(info(max_tokens=1 << 21, **fields), VOCABULARY, PUBLISHED))
+async def one_of_each(system: Core, cost: StepCost = PUBLISHED, **fields: int) -> None:
+    await system.add_prefill("p0", TimedEngine(info(max_tokens=1 << 21, **fields), VOCABULARY, cost))
     await system.with_decode("d0", max_tokens=1 << 21, num_slots=64)
 
 
 def test_before_it_serves_it_knows_what_work_costs_and_holds_nothing_of_that() -> None:
     async def main() -> None:
         async with core(0, 0) as system:
-            await one_of_each(system, max_step_tokens=4096)
+            await one_of_each(system, StepCost(step_ns=5_000_000, prefill_token_ns=20_000), max_step_tokens=4096)
             prefill, cost = prefill_of(system), prefill_of(system).batch.meter.cost
-            assert cost.step_ns == pytest.approx(PUBLISHED.step_ns, rel=0.01)
-            assert cost.token_ns == pytest.approx(PUBLISHED.prefill_token_ns, rel=0.01)
+            assert cost.step_ns == pytest.approx(5_000_000, rel=0.01)
+            assert cost.token_ns == pytest.approx(20_000, rel=0.01)
             assert cost.step_tokens == 4096
             report = prefill.load()
             assert PrefillLoad.of(report.detail) == PrefillLoad({}, cost)
