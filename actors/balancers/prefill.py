@@ -63,7 +63,14 @@ class ComputeQuota:
         first_s, _, cost_s, _ = min(scores, key=lambda score: score[0])
         equals = [score for score in scores if score[0] <= first_s + EQUAL_PART * cost_s]
         _, wait_s, cost_s, best = min(equals, key=lambda score: self._order(score[3]))
-        _check(min(wait_s, fair_wait_s(best, route.tenant, cost_s, now_s)), cost_s, route.deadline_ns, now_ns)
+        most_s = MAX_WAIT_S
+        if route.deadline_ns:
+            most_s = min(most_s, (route.deadline_ns - now_ns) / 1e9 - cost_s)
+        if wait_s > most_s:
+            wait_s = min(wait_s, fair_wait_s(best, route.tenant, cost_s, now_s))
+        if wait_s > most_s:
+            why = "is hopeless" if most_s == MAX_WAIT_S else "is later than its deadline allows"
+            raise Full(f"to wait {wait_s:.1f} s for prefill {why}", wait_s - most_s)
         return best
 
     def _order(self, replica: Replica) -> tuple[float, bytes]:
@@ -92,13 +99,3 @@ def fair_wait_s(replica: Replica, tenant: str, cost_s: float, now_s: float) -> f
     others = [ns for ns in by_tenant.values() if ns > 0]
     own_s = left_s * own_ns / (own_ns + sum(others)) if own_ns else 0.0
     return min(left_s, (1 + len(others)) * (own_s + cost_s) - cost_s)
-
-
-def _check(wait_s: float, cost_s: float, deadline_ns: int, now_ns: int) -> None:
-    """Raises Full when that is too late."""
-    late_s = wait_s - MAX_WAIT_S
-    if late_s > 0:
-        raise Full(f"prefill has {wait_s:.0f} s of work before this request", late_s)
-    late_s = wait_s + cost_s - (deadline_ns - now_ns) / 1e9
-    if deadline_ns and late_s > 0:
-        raise Full(f"prefill would be done with this request {late_s:.1f} s after its deadline", late_s)

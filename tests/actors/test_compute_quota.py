@@ -200,7 +200,7 @@ def test_what_would_be_done_too_late_is_refused_with_the_time_until_it_would_not
     pool = Pool(load("p0", left_s=10.0, reservations=(90,)))
     now_ns = int(pool.now_s * SECOND)
     assert pool.choose(route(20_000, deadline_ns=now_ns + 30_100_000_000)).id == "p0"
-    with pytest.raises(Full, match=r"4\.0 s after its deadline") as refused:
+    with pytest.raises(Full, match=r"wait 10\.0 s .* deadline") as refused:
         pool.choose(route(20_000, deadline_ns=now_ns + 26_000_000_000))
     assert refused.value.retry_after_s == pytest.approx(4.0)
 
