@@ -17,8 +17,8 @@ dummy prompts, its caches are cold, and many balancers see it empty at once. It 
 
 EQUAL_PART = 0.25
 """Ends that differ by less than this part of the request's own time are equal, and then whoever has been out of work
-longest gets it. Always the fastest of the idle would be busy 2.4 times as much as the mean at 40 % load, 1.25 times at
-80 %; this way it is 1.14 and 1.02 times, and no percentile is worse (replicas that differ by 10 % either way)."""
+longest gets it. Else the fastest of the idle would always be first: 1.25 times as busy as the mean at 80 % load, and
+2.4 times at 40 %. This way it is 1.02 and 1.14 times, and no percentile is worse (replicas that differ by 10 %)."""
 
 MAX_WAIT_S = 240.0
 """Queueing longer than this is hopeless, also without a deadline. Both official SDKs give up after 600 s: this leaves
@@ -26,17 +26,12 @@ two minutes to compute the longest prompt, and four to answer."""
 
 
 class ComputeQuota:
-    """The replica that would be done with the request first: argmin of (wait + cost) / ramp, where the request waits
-    for all that is outstanding there, or, if that is less, for as much of each request as it takes itself:
-
-        wait = min(outstanding, num_requests x cost)
-
-    A replica serves those first that have least to do (see prefill), so a short prompt does not wait for a long one,
-    and a long one waits for all. With `outstanding` alone short prompts gather where few are long.
+    """The replica that would be done first: argmin of (outstanding + cost) / ramp, in the replica's own nanoseconds.
 
     Whose work waits there does not matter to the choice. It matters to whether there is one: tenants are served in
-    turns, so that one waits for its own work and as much of each other's, if that is less still. When even that is
-    later than the deadline, or than MAX_WAIT_S, the request is refused: the tenant that floods is refused first.
+    turns, and of one tenant the least first (see prefill), so what a request waits for may be much less than all. When
+    even that is later than the deadline, or than MAX_WAIT_S, the request is refused: the tenant that floods is refused
+    first.
 
     `seed` decides among equals, differently in each balancer, so that several do not fill the same one first.
     """
@@ -56,18 +51,19 @@ class ComputeQuota:
             if cost.step_tokens not in terms:  # the same in most of a thousand
                 terms[cost.step_tokens] = work.terms(int(cost.step_tokens))
             cost_s = cost.ns(terms[cost.step_tokens]) / 1e9
-            wait_s = min(replica.left_s(now_s), replica.num_unfinished * cost_s)
-            scores.append(((wait_s + cost_s) / ramp(now_s - replica.since_s), wait_s, cost_s, replica))
+            end_s = (replica.left_s(now_s) + cost_s) / ramp(now_s - replica.since_s)
+            scores.append((end_s, cost_s, replica))
         if not scores:
             raise Full(f"all {len(replicas)} prefill replicas are full")
-        first_s, _, cost_s, _ = min(scores, key=lambda score: score[0])
+        first_s, cost_s, _ = min(scores, key=lambda score: score[0])
         equals = [score for score in scores if score[0] <= first_s + EQUAL_PART * cost_s]
-        _, wait_s, cost_s, best = min(equals, key=lambda score: self._order(score[3]))
+        _, cost_s, best = min(equals, key=lambda score: self._order(score[2]))
         most_s = MAX_WAIT_S
         if route.deadline_ns:
             most_s = min(most_s, (route.deadline_ns - now_ns) / 1e9 - cost_s)
+        wait_s = best.left_s(now_s)
         if wait_s > most_s:
-            wait_s = min(wait_s, fair_wait_s(best, route.tenant, cost_s, now_s))
+            wait_s = fair_wait_s(best, route.tenant, cost_s, now_s)
         if wait_s > most_s:
             why = "is hopeless" if most_s == MAX_WAIT_S else "is later than its deadline allows"
             raise Full(f"to wait {wait_s:.1f} s for prefill {why}", wait_s - most_s)
@@ -88,7 +84,9 @@ def ramp(age_s: float) -> float:
 
 
 def fair_wait_s(replica: Replica, tenant: str, cost_s: float, now_s: float) -> float:
-    """How long a request of `tenant` that takes `cost_s` waits there at most, when tenants are served in turns."""
+    """How long a request of `tenant` that takes `cost_s` waits there, when tenants are served in turns and the least of
+    each first: for as much of each request of its own as it takes itself, and for as much of each other tenant's work
+    as of all that; at most for all."""
     left_s = replica.left_s(now_s)
     if not left_s:
         return 0.0
@@ -98,4 +96,5 @@ def fair_wait_s(replica: Replica, tenant: str, cost_s: float, now_s: float) -> f
     own_ns = by_tenant.pop(tenant, 0.0)
     others = [ns for ns in by_tenant.values() if ns > 0]
     own_s = left_s * own_ns / (own_ns + sum(others)) if own_ns else 0.0
-    return min(left_s, (1 + len(others)) * (own_s + cost_s) - cost_s)
+    before_s = min(own_s, replica.num_unfinished * cost_s)
+    return min(left_s, (1 + len(others)) * (before_s + cost_s) - cost_s)

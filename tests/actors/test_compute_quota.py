@@ -88,17 +88,8 @@ def test_the_least_of_outstanding_and_cost_in_the_replicas_own_time() -> None:
     slow = dataclasses.replace(BY_TOKEN, token_ns=4e6)
     busy, idle = load("p0", left_s=1.0, reservations=(90,)), load("p1", cost=slow)
     assert Pool(busy, idle).route() == "p0"  # done in 2 s, there in 4
-    assert Pool(structs.replace(busy, detail=load("p0", left_s=9.0).detail), idle).route(route(4000)) == "p0"
-    assert Pool(load("p0", left_s=13.0, reservations=(90, 91, 92, 93)), idle).route(route(4000)) == "p1"
-
-
-def test_a_prompt_waits_for_as_much_of_each_other_as_it_takes_itself() -> None:
-    few = load("p0", left_s=30.0, reservations=(90,))
-    many = load("p1", left_s=6.0, reservations=(91, 92, 93))
-    assert Pool(few, many).route(route(1000)) == "p0"  # behind one, not behind three
-    assert Pool(few, many).route(route(10_000)) == "p1"
-    done = load("p0", left_s=30.0, reservations=(80, 81, 82, 83, 84, 85), num_unfinished=1)  # five are handed over
-    assert Pool(done, many).route(route(1000)) == "p0"
+    assert Pool(load("p0", left_s=7.0, reservations=(90,)), idle).route(route(4000)) == "p0"  # 11, there 16
+    assert Pool(load("p0", left_s=20.0, reservations=(90,)), idle).route(route(4000)) == "p1"
 
 
 def test_case_8_a_shared_prompt_is_spread_like_any_other() -> None:
@@ -227,6 +218,14 @@ def test_the_tenant_that_floods_is_refused_and_not_the_others() -> None:
         pool.ledger.reserve(1000 + number, pool.choose(route(1)), route(5000), pool.now_s)
     with pytest.raises(Full):
         pool.choose(route(5000))
+
+
+def test_a_little_of_a_tenant_does_not_wait_for_much_of_its_own() -> None:
+    one = load("p0", left_s=100.0, reservations=(90, 91, 92, 93), num_unfinished=1)  # three are handed over
+    soon = int((OLD_S + 3.0) * SECOND)
+    assert Pool(one).route(route(1000, deadline_ns=soon)) == "p0"
+    with pytest.raises(Full):
+        Pool(structs.replace(one, num_waiting=4)).choose(route(1000, deadline_ns=soon))
 
 
 # What the ledger knows of time
