@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from msgspec import structs
@@ -17,7 +16,7 @@ from actors.prefill.disk import LOAD_BYTES, MAX_IMAGE_BYTES, Loader, image_bytes
 from actors.prefill.job import Job, Loading, is_meant
 from actors.prefill.phases import Phases, note_failure
 from actors.prefill.restore import NOTHING
-from actors.rules.cost import PUBLISHED, Terms
+from actors.rules.cost import Terms
 from actors.rules.emission import Held, resend_answer
 from actors.rules.meter import Meter
 from actors.rules.ring import Ring
@@ -67,7 +66,7 @@ class Prefill(Actor):
         super().__init__(id, bus)
         self._bulk = bulk
         self._engine = engine
-        self.batch = Batch(Meter(replace(PUBLISHED, step_tokens=engine.info.max_step_tokens)))
+        self.batch = Batch(Meter())
         self.keeper = Keeper(bus, bulk, f"{self.role}/{id}", Ring, self.spawn, snapshot_bytes)
         self.loader = Loader(bus, files, self.keeper.snapshots, self.spawn, self._on_loaded, self.report_load)
         self._pulling: dict[str, Dispatch] = {}

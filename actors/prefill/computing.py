@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from actors.prefill.batch import Batch
 from actors.prefill.job import Job
+from actors.prefill.packing import CHUNK_GRAIN, step_room
 from actors.prefill.sweep import sweep
 from actors.rules.cost import step_terms
 from actors.rules.meter import Meter
@@ -17,8 +19,8 @@ _KEY = "sweep"
 
 
 async def measure(engine: Engine, meter: Meter) -> None:
-    """Compute a few dummy prompts, alone, so that it is known what work costs here. Afterwards nothing of them is left;
-    cancelled, or failed, the engine is only good to be closed.
+    """Compute a few dummy prompts, alone, so that it is known what work costs here, and how many tokens a step has time
+    for. Afterwards nothing of them is left; cancelled, or failed, the engine is only good to be closed.
 
     Raises ValueError when it cannot compute them.
     """
@@ -34,6 +36,9 @@ async def measure(engine: Engine, meter: Meter) -> None:
             if prompt.is_measured:
                 meter.add(terms, took_ns)
         engine.free(_KEY)
+    room = step_room(meter.cost, info.max_step_tokens)
+    most = min(room.num_tokens, max(CHUNK_GRAIN, meter.cost.most_tokens(room.ns, 0)))
+    meter.cost = replace(meter.cost, step_tokens=most)
 
 
 async def compute(engine: Engine, batch: Batch, step: Sequence[tuple[Job, Chunk]]) -> None:

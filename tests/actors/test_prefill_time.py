@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from actors.prefill.actor import REPORT_S, Prefill
+from actors.rules.cost import Work
 from actors.rules.load import PrefillLoad
 from bus.actor import HEARTBEAT_S
 from bus.bus import Delivery, decoder
@@ -71,6 +72,18 @@ def test_before_it_serves_it_knows_what_work_costs_and_holds_nothing_of_that() -
             assert PrefillLoad.of(report.detail) == PrefillLoad({}, cost)
             assert report.detail["computed_tokens"] == report.detail["queue_age_s"] == 0
             assert await quiet(system) == {}
+
+    run_virtual(main())
+
+
+def test_a_long_prompt_is_foretold_with_the_steps_that_the_budget_makes_of_it() -> None:
+    async def main() -> None:
+        async with core(0, 0) as system:
+            await one_of_each(system, max_step_tokens=16_384)
+            foretold_s = prefill_of(system).batch.meter.cost.work_ns(Work(60_000)) / 1e9
+            began_s = asyncio.get_running_loop().time()
+            await system.finish(submit("r", num_tokens=60_000, max_tokens=1))
+            assert asyncio.get_running_loop().time() - began_s == pytest.approx(foretold_s, rel=0.03)
 
     run_virtual(main())
 
