@@ -220,6 +220,13 @@ def test_the_tenant_that_floods_is_refused_and_not_the_others() -> None:
         pool.choose(route(5000))
 
 
+def test_a_tenant_waits_for_as_much_of_each_other_as_it_takes_itself() -> None:
+    pool = Pool(load("p0", left_s={"a": 200.0, "b": 200.0, "c": 0.0}, reservations=(90, 91)))
+    with pytest.raises(Full) as refused:
+        pool.choose(route(5000, deadline_ns=int((pool.now_s + 14.0) * SECOND)))
+    assert refused.value.retry_after_s == pytest.approx(1.0)
+
+
 def test_a_little_of_a_tenant_does_not_wait_for_much_of_its_own() -> None:
     one = load("p0", left_s=100.0, reservations=(90, 91, 92, 93), num_unfinished=1)  # three are handed over
     soon = int((OLD_S + 3.0) * SECOND)

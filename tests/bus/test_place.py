@@ -51,8 +51,11 @@ def overloaded(retry_after_s: float) -> Failure:
     return Failure(code=Code.OVERLOADED, message="full", retry_after_s=retry_after_s)
 
 
-def placed(refusals: list[Failure], *, deadline_ns: int = 0, num_failing: int = 0) -> tuple[Balancer, float, list[str]]:
-    """Place one request; the balancer, how long it took, and who was tried. Raises what `place` raises."""
+def placed(
+    refusals: list[Failure], *, deadline_ns: int = 0, num_failing: int = 0, then: Failure | None = None
+) -> tuple[Balancer, float, list[str]]:
+    """Place one request; the balancer, how long it took, and who was tried. Raises what `place` raises. `then`: what
+    the balancer says once, after the first try."""
 
     async def main() -> tuple[Balancer, float, list[str]]:
         world = World(0)
@@ -62,6 +65,7 @@ def placed(refusals: list[Failure], *, deadline_ns: int = 0, num_failing: int = 
 
         async def attempt(routed: Routed) -> bool:
             tried.append(routed.replica)
+            balancer.refusals += [then] if then is not None and len(tried) == 1 else []
             return len(tried) > num_failing
 
         try:
@@ -90,6 +94,11 @@ def test_a_replica_that_does_not_take_it_is_left_out_and_its_reservation_release
     balancer, _, tried = placed([], num_failing=2)
     assert tried == ["p1", "p2", "p3"] and balancer.released == [1, 2]
     assert [route.excluded for route in balancer.routes] == [[], ["p1"], ["p1", "p2"]]
+
+
+def test_when_nobody_else_is_left_all_are_asked_again() -> None:
+    balancer, _, tried = placed([], num_failing=1, then=Failure(code=Code.NO_REPLICA, message="none besides p1"))
+    assert [route.excluded for route in balancer.routes] == [[], ["p1"], []] and len(tried) == 2
 
 
 def test_a_short_wait_is_waited_for_within_bounds() -> None:
