@@ -18,7 +18,7 @@ class _Jump:
     def select(self, timeout_s: float | None) -> list[Any]:
         if timeout_s is None:
             raise RuntimeError("every task waits, and no timer is set: nothing can ever happen again")
-        self.now_s += max(timeout_s, 0.0)
+        self.now_s += float(max(timeout_s, 0.0))  # numpy's would go on into messages
         return []
 
     def close(self) -> None:
