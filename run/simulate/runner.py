@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -95,12 +94,7 @@ def simulate(
     found = {}
     for policy in options.policies:
         began_s = time.perf_counter()
-        gc.collect()
-        gc.disable()  # it finds nothing, again and again
-        try:
-            result = run_virtual(_run(arrivals, policy, options, truth, partial(progress, policy)))
-        finally:
-            gc.enable()
+        result = run_virtual(_run(arrivals, policy, options, truth, partial(progress, policy)))
         found[policy] = replace(result, wall_s=time.perf_counter() - began_s)
     return found
 
