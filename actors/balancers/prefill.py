@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from actors.balancers.choice import Full
 from actors.balancers.ledger import Replica
-from actors.rules.cost import Terms, Work
+from actors.rules.cost import STEP_NS, Terms, Work
 from schemas.routing import Route
 
 RAMP_S = 10.0
@@ -20,18 +20,24 @@ EQUAL_PART = 0.25
 longest gets it. Else the fastest of the idle would always be first: 1.25 times as busy as the mean at 80 % load, and
 2.4 times at 40 %. This way it is 1.02 and 1.14 times, and no percentile is worse (replicas that differ by 10 %)."""
 
+REST_PART = 0.1
+"""Work that a request does not wait for counts so much: it waits for the request. Else chat is computed beside a million
+tokens as soon as every other replica has a request, and both are longer for it."""
+
 MAX_WAIT_S = 240.0
 """Queueing longer than this is hopeless, also without a deadline. Both official SDKs give up after 600 s: this leaves
 two minutes to compute the longest prompt, and four to answer."""
 
 
 class ComputeQuota:
-    """The replica that would be done first: argmin of (outstanding + cost) / ramp, in the replica's own nanoseconds.
+    """The replica that would be done first: argmin of (wait + cost) / ramp, in the replica's own nanoseconds.
+
+    Replicas compute the least first, so a request waits for as much of each other as it takes itself, not for all that
+    is outstanding: a short one may go where a long one is, a long one goes where there is least to do.
 
     Whose work waits there does not matter to the choice. It matters to whether there is one: tenants are served in
-    turns, and of one tenant the least first (see prefill), so what a request waits for may be much less than all. When
-    even that is later than the deadline, or than MAX_WAIT_S, the request is refused: the tenant that floods is refused
-    first.
+    turns (see prefill). When even so it would wait past its deadline, or for MAX_WAIT_S, the request is refused: the
+    tenant that floods is refused first.
 
     `seed` decides among equals, differently in each balancer, so that several do not fill the same one first.
     """
@@ -51,7 +57,7 @@ class ComputeQuota:
             if cost.step_tokens not in terms:  # the same in most of a thousand
                 terms[cost.step_tokens] = work.terms(int(cost.step_tokens))
             cost_s = cost.ns(terms[cost.step_tokens]) / 1e9
-            end_s = (replica.left_s(now_s) + cost_s) / ramp(now_s - replica.since_s)
+            end_s = (wait_s(replica, cost_s, now_s) + cost_s) / ramp(now_s - replica.since_s)
             scores.append((end_s, cost_s, replica))
         if not scores:
             raise Full(f"all {len(replicas)} prefill replicas are full")
@@ -61,12 +67,12 @@ class ComputeQuota:
         most_s = MAX_WAIT_S
         if route.deadline_ns:
             most_s = min(most_s, (route.deadline_ns - now_ns) / 1e9 - cost_s)
-        wait_s = best.left_s(now_s)
-        if wait_s > most_s:
-            wait_s = fair_wait_s(best, route.tenant, cost_s, now_s)
-        if wait_s > most_s:
+        before_s = best.left_s(now_s)
+        if before_s > most_s:
+            before_s = fair_wait_s(best, route.tenant, cost_s, now_s)
+        if before_s > most_s:
             why = "is hopeless" if most_s == MAX_WAIT_S else "is later than its deadline allows"
-            raise Full(f"to wait {wait_s:.1f} s for prefill {why}", wait_s - most_s)
+            raise Full(f"to wait {before_s:.1f} s for prefill {why}", before_s - most_s)
         return best
 
     def _order(self, replica: Replica) -> tuple[float, bytes]:
@@ -81,6 +87,25 @@ class ComputeQuota:
 def ramp(age_s: float) -> float:
     """How fast a replica counts that has been heard of for so long, as a part of its speed."""
     return min(1.0, RAMP_START + (1.0 - RAMP_START) * age_s / RAMP_S)
+
+
+def wait_s(replica: Replica, cost_s: float, now_s: float) -> float:
+    """How long a request that takes `cost_s` waits there: for the step under way, and for as much of each other as it
+    takes itself; at most for all. The rest of the work counts too, by REST_PART.
+
+    Of its own reservations a balancer knows how long each takes, of others' how many there are and what is left.
+    """
+    left_s = replica.left_s(now_s)
+    if not left_s:
+        return 0.0
+    most_ns, own_ns, before_ns = cost_s * 1e9, 0.0, 0.0
+    for held in replica.reserved.values():
+        own_ns += held.ns
+        before_ns += min(held.ns, most_ns)
+    if num_others := replica.num_requests - len(replica.reserved):
+        before_ns += num_others * min(max(0.0, left_s * 1e9 - own_ns) / num_others, most_ns)
+    before_s = min(left_s, (before_ns + STEP_NS) / 1e9)
+    return before_s + REST_PART * (left_s - before_s)
 
 
 def fair_wait_s(replica: Replica, tenant: str, cost_s: float, now_s: float) -> float:

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from actors.prefill.job import Job, Loading
 from actors.prefill.order import Turns, Waiting
-from actors.prefill.packing import STEP_NS, Packing
+from actors.prefill.packing import Packing
+from actors.rules.cost import STEP_NS
 from actors.rules.load import PrefillLoad
 from actors.rules.meter import Meter
 from kernels.engine import Admission, Chunk, Engine, Sampling

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from actors.prefill.job import Job
 from actors.prefill.order import Turns
 from actors.rules.chain import BLOCK_TOKENS
-from actors.rules.cost import Cost
+from actors.rules.cost import STEP_NS, Cost
 
 CHUNK_GRAIN = BLOCK_TOKENS
 """Chunks of a cut prompt are multiples of this (the block size), so that blocks fill at step ends."""
-
-STEP_NS = 200e6
-"""Who comes waits so long at most for a step that is under way. A step of the published model takes 37 ms before its
-first token: with more steps a long prompt gives away more than a fifth of its time, with longer ones chat waits. On a
-laptop a step is as long as decode goes without the cores they share."""
 
 AGED_SHARE = 1 / 16
 """Of a step, at most, for the request that has waited longest when others want to be computed, too. With published
 costs, and chat at 30 to 70 % of what a replica can do, a million tokens amid it make the 99th percentile of its waiting
 1.4 to 1.5 times what it is without them; at 1/8 that is 1.5 to 1.8, at 1/2 its queue grows as long as they are here."""
+
+MORE_TO_END, MORE_TO_GO_ON = 1.0, 0.25
+"""By so much of what it takes already a step in which requests end is made longer, at most, for another one that ends
+in it, and for one that does not. The shortest would else wait for work that is not theirs: simulated, half as long
+again at the 99th percentile. Many of a size still fill a step together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,15 @@ class Room:
     def without(self, job: Job, num_tokens: int, cost: Cost) -> Room:
         """What is left when so many tokens of a job are computed."""
         return Room(self.ns - chunk_ns(job, num_tokens, cost), self.num_tokens - num_tokens)
+
+    def beside(self, ending_ns: float, job: Job, cost: Cost) -> int:
+        """The most of a job's next tokens in a step that takes `ending_ns` for those that end in it, 0 for none."""
+        num_tokens = self.most(job, cost)
+        if not ending_ns or not num_tokens:
+            return num_tokens
+        if num_tokens == job.num_left and chunk_ns(job, num_tokens, cost) <= MORE_TO_END * ending_ns:
+            return num_tokens
+        return replace(self, ns=min(self.ns, MORE_TO_GO_ON * ending_ns)).most(job, cost)
 
     def most(self, job: Job, cost: Cost) -> int:
         """The most of a job's next tokens that fit: all that it wants, or up to a multiple of the grain, or none."""
@@ -97,17 +106,20 @@ class Packing:
 
     def _by_turns(self, jobs: Sequence[Job], chunks: dict[int, tuple[Job, int]], room: Room, cost: Cost) -> None:
         """Fill the room that is left; what the one that came first has in it may become more."""
+        ending_ns = 0.0
         for job in self._turns.order((job.left_ns(cost), job) for job in jobs):
             _, given = chunks.get(job.number, (job, 0))
-            if given == job.num_at_once:
-                continue
-            room = Room(room.ns + chunk_ns(job, given, cost), room.num_tokens + given)
-            num_tokens = max(given, room.most(job, cost)) or (0 if chunks else least(job))
-            if num_tokens:
-                chunks[job.number] = (job, num_tokens)
-                room = room.without(job, num_tokens, cost)
-            if num_tokens < job.num_at_once:
-                break
+            if given < job.num_at_once:
+                room = Room(room.ns + chunk_ns(job, given, cost), room.num_tokens + given)
+                num_tokens = max(given, room.beside(ending_ns + cost.step_ns if ending_ns else 0.0, job, cost))
+                num_tokens = num_tokens or (0 if chunks else least(job))
+                if num_tokens:
+                    chunks[job.number] = (job, num_tokens)
+                    room = room.without(job, num_tokens, cost)
+                if num_tokens < job.num_at_once:
+                    break
+            if job.num_at_once == job.num_left:
+                ending_ns += chunk_ns(job, job.num_left, cost)
 
 
 def _whole(job: Job, num_tokens: int) -> int:

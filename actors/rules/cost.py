@@ -34,6 +34,11 @@ _OUTLIER = 3.0
 _NO_OUTLIER = 0.1
 """unless it is less than that: few samples fit by chance, and those that do not are as good."""
 
+STEP_NS = 200e6
+"""How long a step of prefill may take, so that it is known how long who comes waits for one that is under way. A step
+of the published model takes 37 ms before its first token: with more steps a long prompt gives away more than a fifth of
+its time, with longer ones chat waits. On a laptop a step is as long as decode goes without the cores they share."""
+
 WINDOW = 128
 """Tokens of a prompt's end that every layer computes (spec model.md: bounded replay)."""
 

@@ -89,7 +89,8 @@ def test_the_least_of_outstanding_and_cost_in_the_replicas_own_time() -> None:
     busy, idle = load("p0", left_s=1.0, reservations=(90,)), load("p1", cost=slow)
     assert Pool(busy, idle).route() == "p0"  # done in 2 s, there in 4
     assert Pool(load("p0", left_s=7.0, reservations=(90,)), idle).route(route(4000)) == "p0"  # 11, there 16
-    assert Pool(load("p0", left_s=20.0, reservations=(90,)), idle).route(route(4000)) == "p1"
+    many = load("p0", left_s=60.0, reservations=(90, 91, 92, 93))
+    assert Pool(many, idle).route(route(4000)) == "p1"  # each of them as long as it is itself, and a step
 
 
 def test_case_8_a_shared_prompt_is_spread_like_any_other() -> None:
