@@ -20,10 +20,6 @@ EQUAL_PART = 0.25
 longest gets it. Else the fastest of the idle would always be first: 1.25 times as busy as the mean at 80 % load, and
 2.4 times at 40 %. This way it is 1.02 and 1.14 times, and no percentile is worse (replicas that differ by 10 %)."""
 
-REST_PART = 0.1
-"""Work that a request does not wait for counts so much: it waits for the request. Else chat is computed beside a million
-tokens as soon as every other replica has a request, and both are longer for it."""
-
 MAX_WAIT_S = 240.0
 """Queueing longer than this is hopeless, also without a deadline. Both official SDKs give up after 600 s: this leaves
 two minutes to compute the longest prompt, and four to answer."""
@@ -91,7 +87,7 @@ def ramp(age_s: float) -> float:
 
 def wait_s(replica: Replica, cost_s: float, now_s: float) -> float:
     """How long a request that takes `cost_s` waits there: for the step under way, and for as much of each other as it
-    takes itself; at most for all. The rest of the work counts too, by REST_PART.
+    takes itself; at most for all.
 
     Of its own reservations a balancer knows how long each takes, of others' how many there are and what is left.
     """
@@ -104,8 +100,7 @@ def wait_s(replica: Replica, cost_s: float, now_s: float) -> float:
         before_ns += min(held.ns, most_ns)
     if num_others := replica.num_requests - len(replica.reserved):
         before_ns += num_others * min(max(0.0, left_s * 1e9 - own_ns) / num_others, most_ns)
-    before_s = min(left_s, (before_ns + STEP_NS) / 1e9)
-    return before_s + REST_PART * (left_s - before_s)
+    return min(left_s, (before_ns + STEP_NS) / 1e9)
 
 
 def fair_wait_s(replica: Replica, tenant: str, cost_s: float, now_s: float) -> float:

@@ -120,7 +120,7 @@ def test_who_looks_at_the_load_is_told_from_who_does_not() -> None:
 def test_a_million_tokens_amid_chat() -> None:
     """Case 28: the same chats with and without it; its tenant has no part in it."""
     options = Options(("quota",), num_prefill=4, num_decode=4, load=None)
-    chats = chat(500, 0.5 * options.num_prefill * 1e9)
+    chats = chat(400, 0.3 * options.num_prefill * 1e9)
     blocks = tuple(range(1 << 40, (1 << 40) + num_blocks(1_000_000)))
     million = Arrival(chats[50].at_s, 1_000_000, 10, blocks, chats[50].tenant)
     without = simulate(chats, options)["quota"]
