@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Mapping
 
 import msgspec
 from rich.console import Console
@@ -66,9 +67,27 @@ def _table(reports: list[LoadReported]) -> Table:
             _of(report.num_running, report.capacity_requests),
             str(report.num_waiting),
             _of(report.num_tokens, report.capacity_tokens),
-            " ".join(f"{key}={_amount(key, value)}" for key, value in report.detail.items()),
+            " ".join(f"{key}={amount}" for key, amount in _said(report.detail)),
         )
     return table
+
+
+def _said(detail: Mapping[str, float]) -> list[tuple[str, str]]:
+    """What an actor says of itself besides, for people: times in seconds, and what work costs in one word."""
+    shown = []
+    for key, value in detail.items():
+        name, _, tenant = key.partition(":")
+        if name == "cost_token_ns":
+            shown.append(("token_us", f"{value / 1e3:.3g}"))
+        elif name == "cost_residual":
+            shown.append(("cost_off", f"{value:.1%}"))
+        elif name.startswith("cost_"):
+            continue  # `--json` has them all
+        elif name.endswith("_ns"):
+            shown.append((f"{name.removesuffix('_ns')}_s" + (f":{tenant}" if tenant else ""), f"{value / 1e9:.3g}"))
+        else:
+            shown.append((key, _amount(key, value)))
+    return shown
 
 
 def _of(used: int, capacity: int) -> str:

@@ -42,6 +42,15 @@ def test_bytes_are_readable_and_what_was_cached_is_summed_up(
     assert row.split()[-4:] == ["blocks=1,234", "bytes=1023B", "stored_bytes=1MiB", "budget_bytes=1.5GiB"]
 
 
+def test_times_are_seconds_and_coefficients_are_for_programs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = {"remaining_ns:acme": 2.5e9, "cost_token_ns": 55_000.0, "cost_pair_ns": 13.0, "cost_residual": 0.0312}
+    assert told(monkeypatch, [report(Role.PREFILL, "p0", **said)]) == 0
+    row = capsys.readouterr().out.strip().splitlines()[-1]
+    assert row.split()[-3:] == ["remaining_s:acme=2.5", "token_us=55", "cost_off=3.1%"]
+
+
 def test_json_is_exact(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert told(monkeypatch, REPORTS, as_json=True) == 0
     actors = json.loads(capsys.readouterr().out)["actors"]
