@@ -16,8 +16,9 @@ from schemas.failure import Code, Failure
 MAX_THREADS = 32
 """A call that hangs has its thread until it ends by itself, whether anyone waits for it or not."""
 
-MAX_OF_TENANT = 24
-"""Of these threads: the others are left to other tenants."""
+SHARE = 3
+"""A tenant begins only while it has fewer than so many times the threads that are free: alone at most 24, and what it
+leaves is shared in the same way, so that no two tenants have all."""
 
 MAX_HELD_BYTES = 128 * 1024 * 1024
 MAX_REQUEST_BYTES = 32 * 1024 * 1024
@@ -27,7 +28,7 @@ AT_ONCE = 4
 """Files of one request that are fetched at a time."""
 
 TIMEOUT_S = 10.0
-"""For one file, the wait for a thread included."""
+"""For all files of one request, the wait for threads included: its client hears of no more than of one that hangs."""
 
 CHECK_S = 0.05
 _INSTEAD = "retry, or send the image itself, in base64"
@@ -56,12 +57,12 @@ class Fetches:
         they are too large together.
         """
         turn, found, num_bytes = asyncio.Semaphore(AT_ONCE), dict[str, bytes | Failure](), 0
-        has_failed = False
+        until_ns, has_failed = self._bus.seams.clock_ns() + int(TIMEOUT_S * 1e9), False
 
         async def fetch(url: str) -> None:
             nonlocal num_bytes, has_failed
             async with turn:
-                outcome = await self._wait(url, tenant, deadline_ns, lambda: has_failed or is_over())
+                outcome = await self._wait(url, tenant, until_ns, deadline_ns, lambda: has_failed or is_over())
             if isinstance(outcome, bytes):
                 if num_bytes + len(outcome) > MAX_REQUEST_BYTES:
                     message = f"the images at URLs have more than the {MAX_REQUEST_BYTES} bytes taken of one request"
@@ -80,16 +81,17 @@ class Fetches:
         finally:
             self._held_bytes -= num_bytes
 
-    async def _wait(self, url: str, tenant: str, deadline_ns: int, is_over: Callable[[], bool]) -> bytes | Failure:
+    async def _wait(
+        self, url: str, tenant: str, until_ns: int, deadline_ns: int, is_over: Callable[[], bool]
+    ) -> bytes | Failure:
         """What comes of one URL, as long as it may take."""
         clock_ns = self._bus.seams.clock_ns
-        until_ns = clock_ns() + int(TIMEOUT_S * 1e9)
         fetching: asyncio.Future[bytes | Failure] | None = None
         while not is_over():
             if clock_ns() >= (deadline_ns or sys.maxsize):
                 return Failure(code=Code.DEADLINE_EXCEEDED, message="the deadline of the request has passed")
             if clock_ns() >= until_ns:
-                return _late(has_begun=fetching is not None)
+                return _late(is_full=fetching is None and not self._has_room(tenant))
             if fetching is None and self._has_room(tenant):
                 fetching = self._begin(url, tenant)
             if fetching is None:
@@ -99,7 +101,7 @@ class Fetches:
         return Failure(code=Code.CANCELLED, message="nobody waits for it any more")
 
     def _has_room(self, tenant: str) -> bool:
-        return self._running.total() < MAX_THREADS and self._running[tenant] < MAX_OF_TENANT
+        return self._running[tenant] < SHARE * (MAX_THREADS - self._running.total())
 
     def _begin(self, url: str, tenant: str) -> asyncio.Future[bytes | Failure]:
         loop = asyncio.get_running_loop()
@@ -124,9 +126,8 @@ class Fetches:
         return future
 
 
-def _late(*, has_begun: bool) -> Failure:
-    if has_begun:
-        message = f"the image did not come within {TIMEOUT_S:.0f} s: {_INSTEAD}"
-        return Failure(code=Code.IMAGE_UNREACHABLE, message=message)
-    message = f"too many images are being fetched: {_INSTEAD}"
-    return Failure(code=Code.OVERLOADED, message=message)
+def _late(*, is_full: bool) -> Failure:
+    if is_full:
+        return Failure(code=Code.OVERLOADED, message=f"too many images are being fetched: {_INSTEAD}")
+    message = f"the images at URLs did not come within {TIMEOUT_S:.0f} s: {_INSTEAD}"
+    return Failure(code=Code.IMAGE_UNREACHABLE, message=message)

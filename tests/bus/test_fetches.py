@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from bus import fetches
-from bus.bus import Bus
+from bus.bus import Bus, Seams
 from bus.fetches import Fetches
 from bus.memory import MemoryBroker, MemoryWire
 from schemas.failure import Code, Failure
@@ -101,24 +101,36 @@ def test_nobody_waits_longer_than_the_limit_the_deadline_or_the_client(
     run_async(main())
 
 
+def test_files_of_one_request_have_one_limit_in_all(
+    run_async: Run, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetches, "AT_ONCE", 1)
+
+    async def main() -> None:
+        seams = Seams(clock_ns=lambda: 1 + 6 * 10**9 * some._held_bytes)  # each takes six seconds
+        some = Fetches(Bus(MemoryWire(MemoryBroker()), seams), site)
+        assert await fetch(some, "a", "b", "c", "d") == [b"a", b"b", Code.IMAGE_UNREACHABLE, Code.CANCELLED]
+
+    run_async(main())
+
+
 def test_threads_that_hang_are_bounded_and_leave_room_for_other_tenants(
     run_async: Run, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetches, "MAX_THREADS", 3)
-    monkeypatch.setattr(fetches, "MAX_OF_TENANT", 2)
+    monkeypatch.setattr(fetches, "MAX_THREADS", 16)
 
     async def main() -> None:
         some, _ = make(site)
-        hanging = [asyncio.create_task(fetch(some, f"hangs{i}")) for i in range(4)]
-        await until(lambda: len(site.asked) == 2)
-        assert await fetch(some, "x", tenant="other") == [b"x"]
-        hanging.append(asyncio.create_task(fetch(some, "hangs", tenant="other")))
-        await until(lambda: len(site.asked) == 4)
+        hanging = list[asyncio.Task[list[bytes | Code]]]()
+        for tenant, num, num_running in (("t", 14, 12), ("other", 5, 15), ("third", 1, 16)):
+            assert await fetch(some, "x", tenant=tenant) == [b"x"]
+            hanging += [asyncio.create_task(fetch(some, "hangs", tenant=tenant)) for _ in range(num)]
+            await until(lambda num_running=num_running: some._running.total() == num_running)  # type: ignore[misc]
         monkeypatch.setattr(fetches, "TIMEOUT_S", 0.01)
-        assert await fetch(some, "y", tenant="third") == [Code.OVERLOADED]
-        assert len(site.asked) == 4 and threading.active_count() < 10
+        assert await fetch(some, "y", tenant="fourth") == [Code.OVERLOADED]
+        assert some._running == {"t": 12, "other": 3, "third": 1} and "y" not in site.asked
         site.release.set()  # those that waited for a thread have their turn
-        assert await asyncio.gather(*hanging) == [[b"hangs0"], [b"hangs1"], [b"hangs2"], [b"hangs3"], [b"hangs"]]
+        assert await asyncio.gather(*hanging) == [[b"hangs"]] * 20
         assert not some._running
 
     run_async(main())
