@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
 
 from msgspec import structs
@@ -33,6 +33,9 @@ from schemas.vision import EncodeImage, ImageEncoded, ImageResolved, ReleaseImag
 
 M = TypeVar("M", ResolveImage, EncodeImage)
 R = TypeVar("R")
+T = TypeVar("T")
+_Wanted = ResolveImage | EncodeImage
+_Attempt = Awaitable[T | None]
 
 TRY_S = 30.0
 TRIES = 3
@@ -54,26 +57,6 @@ AGAIN = frozenset({Code.NO_RESPONDERS, Code.OVERLOADED, Code.SHUTTING_DOWN})
 
 _UNKNOWN = ""
 """Which replica it is that was asked as any of them."""
-
-
-@dataclass(slots=True)
-class _Trial:
-    """What one image has been through. `give_up_s`, of the loop's clock: when refusals are taken for an answer."""
-
-    give_up_s: float
-    num_silences: int = 0
-    num_losses: int = 0
-
-    def check(self, error: BusError, now_s: float) -> None:
-        """Raise why it fails, unless asking again can mend it."""
-        is_silence, is_loss = error.code is Code.DEADLINE_EXCEEDED, error.code is Code.WORKER_LOST
-        self.num_silences += is_silence
-        self.num_losses += is_loss
-        if self.num_losses == MAX_LOSSES:
-            raise fail(Code.VISION_ERROR, f"the image was given to {MAX_LOSSES} vision replicas that were lost")
-        is_early = error.code in AGAIN and now_s < self.give_up_s
-        if not (self.num_silences < TRIES if is_silence else is_loss or is_early):
-            raise error
 
 
 class AnyVision:
@@ -104,8 +87,10 @@ class AnyVision:
             async with turn:
                 try:
                     image = await self._bulk.wrap(file, is_shared=True)
+                    wanted = ResolveImage(image=image, deadline_ns=deadline_ns)
                     try:
-                        return await self._resolve(ResolveImage(image=image, deadline_ns=deadline_ns), is_over)
+                        ask = functools.partial(self._ask, RESOLVE_IMAGE.any(), wanted, _UNKNOWN)
+                        return await self._insist(wanted, is_over, ask)
                     finally:
                         if image.handle is not None:
                             self._bulk.withdraw(image.handle)
@@ -120,7 +105,11 @@ class AnyVision:
         Raises the first `BusError`: no_replica, overloaded, deadline_exceeded or vision_error. Then none is held for
         us, and the others need not be encoded any more.
         """
-        tasks = [asyncio.create_task(self._encode(one, is_over)) for one in wanted]
+
+        def encode(one: EncodeImage) -> Awaitable[ImageEncoded]:
+            return self._insist(one, is_over, lambda: self._place(one, is_over))
+
+        tasks = [asyncio.ensure_future(encode(one)) for one in wanted]
         try:
             return await asyncio.gather(*tasks)
         except BaseException as error:
@@ -142,20 +131,28 @@ class AnyVision:
         for vision, handle in held:
             await self._bus.tell(RELEASE_IMAGE.at(vision), ReleaseImage(held=handle))
 
-    async def _resolve(self, wanted: ResolveImage, is_over: Callable[[], bool]) -> ImageResolved:
-        loop = asyncio.get_running_loop()
-        trial = _Trial(loop.time() + PATIENCE_S)
+    async def _insist(self, wanted: _Wanted, is_over: Callable[[], bool], attempt: Callable[[], _Attempt[T]]) -> T:
+        """What comes of an attempt; it is made anew as long as that can mend what went wrong."""
+        loop, tally = asyncio.get_running_loop(), Counter[Code]()
+        give_up_s = loop.time() + PATIENCE_S
         while not self._is_over(wanted, is_over):
             try:
-                return await self._ask(RESOLVE_IMAGE.any(), wanted, _UNKNOWN)
+                if (outcome := await attempt()) is not None:
+                    return outcome
             except BusError as error:
-                trial.check(error, loop.time())
+                tally[error.code] += 1
+                if tally[Code.WORKER_LOST] == MAX_LOSSES:
+                    why = f"the image was given to {MAX_LOSSES} vision replicas that were lost"
+                    raise fail(Code.VISION_ERROR, why) from None
+                is_early = error.code in AGAIN and loop.time() < give_up_s
+                is_silence = error.code is Code.DEADLINE_EXCEEDED and tally[error.code] < TRIES
+                if not (is_early or is_silence or error.code is Code.WORKER_LOST):
+                    raise
             await asyncio.sleep(PAUSE_S)
         raise fail(Code.CANCELLED, "nobody waits for it any more")
 
-    async def _encode(self, wanted: EncodeImage, is_over: Callable[[], bool]) -> ImageEncoded:
-        loop, image = asyncio.get_running_loop(), wanted.image
-        trial = _Trial(loop.time() + PATIENCE_S)
+    async def _place(self, wanted: EncodeImage, is_over: Callable[[], bool]) -> ImageEncoded | None:
+        """Have it encoded where the balancer says. None once it is over."""
         encoded: ImageEncoded | None = None
         refusal: BusError | None = None
 
@@ -171,20 +168,16 @@ class AnyVision:
             return encoded is not None
 
         is_over_now = functools.partial(self._is_over, wanted, is_over)
-        route = Route(request_id=wanted.request_id, num_new=image.num_patches, digest=image.digest)
-        how = (self._bus, ROUTE_VISION, RELEASE_VISION, route, attempt)
-        while encoded is None and not is_over_now():
-            try:
-                await place(*how, patience_s=PATIENCE_S, is_over=is_over_now)
-            except BusError as error:
-                # That there is no other replica says less than why the last one did not take it.
-                trial.check(refusal or error if error.code is Code.NO_REPLICA else error, loop.time())
-                await asyncio.sleep(PAUSE_S)
-        if encoded is None:
-            raise fail(Code.CANCELLED, "nobody waits for it any more")
+        route = Route(request_id=wanted.request_id, num_new=wanted.image.num_patches, digest=wanted.image.digest)
+        subjects = (ROUTE_VISION, RELEASE_VISION)
+        try:
+            await place(self._bus, *subjects, route, attempt, patience_s=PATIENCE_S, is_over=is_over_now)
+        except BusError as error:
+            # That there is no other replica says less than why the last one did not take it.
+            raise refusal or error if error.code is Code.NO_REPLICA else error from None
         return encoded
 
-    def _is_over(self, wanted: ResolveImage | EncodeImage, is_over: Callable[[], bool]) -> bool:
+    def _is_over(self, wanted: _Wanted, is_over: Callable[[], bool]) -> bool:
         """Nobody waits for it any more. Raises deadline_exceeded when that is why."""
         if 0 < wanted.deadline_ns <= self._bus.seams.clock_ns():
             raise fail(Code.DEADLINE_EXCEEDED, "the deadline of the request has passed")
