@@ -9,8 +9,8 @@ class Route(Message, frozen=True):
     """Ask a balancer for a replica, by what is to be done there.
 
     Of prefill: `num_new` tokens to compute behind `num_cached` ones in `num_blocks` blocks to load, of which the last
-    `num_replayed` are computed again. Of decode: at most `num_new` tokens behind a prompt of `num_cached`. Of vision:
-    `num_new` patches of the image `digest`.
+    `num_replayed` are computed again; `is_exact`: by all layers. Of decode: at most `num_new` tokens behind a prompt of
+    `num_cached`. Of vision: `num_new` patches of the image `digest`.
     `deadline_ns` is unix time, 0 for none: what cannot be done by then is refused. `tenant`: whose request it is.
     """
 
@@ -23,6 +23,7 @@ class Route(Message, frozen=True):
     deadline_ns: int = 0
     tenant: str = ""
     digest: str = ""
+    is_exact: bool = False
 
 
 class Routed(Message, frozen=True):

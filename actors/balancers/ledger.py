@@ -99,6 +99,11 @@ class Replica:
         """
         return max(0.0, self.free_s - now_s, self.coming_ns / 2e9)
 
+    def cost_ns(self, route: Route) -> float:
+        """What a request takes there, alone."""
+        counts = route.num_new, route.num_cached, route.num_replayed, route.num_blocks
+        return self.work.cost.work_ns(Work(*counts, is_exact=route.is_exact))
+
     def is_held_back(self, now_s: float) -> bool:
         """It failed to take work, and has not reported since."""
         return now_s - self.refused_s < EXPIRY_S
@@ -174,8 +179,7 @@ class Ledger:
 
     def reserve(self, reservation: int, replica: Replica, route: Route, now_s: float) -> None:
         """Note that work is on its way to a replica."""
-        work = Work(route.num_new, route.num_cached, route.num_replayed, route.num_blocks)
-        ns = replica.work.cost.work_ns(work)
+        ns = replica.cost_ns(route)
         replica.free_s = now_s + replica.left_s(now_s) + ns / 1e9
         replica.coming_ns += ns
         held = Reservation(route, now_s, ns, replica.free_s)

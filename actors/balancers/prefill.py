@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from actors.balancers.choice import Full
 from actors.balancers.ledger import Replica
-from actors.rules.cost import STEP_NS, Terms, Work
+from actors.rules.cost import STEP_NS
 from schemas.routing import Route
 
 RAMP_S = 10.0
@@ -24,6 +24,9 @@ MAX_WAIT_S = 240.0
 """Queueing longer than this is hopeless, also without a deadline. Both official SDKs give up after 600 s: this leaves
 two minutes to compute the longest prompt, and four to answer."""
 
+TOO_LATE_S = 1.0
+"""After which to come again, with a later deadline, when prefill alone takes longer than this one allows."""
+
 
 class ComputeQuota:
     """The replica that would be done first: argmin of (wait + cost) / ramp, in the replica's own nanoseconds.
@@ -32,8 +35,8 @@ class ComputeQuota:
     is outstanding: a short one may go where a long one is, a long one goes where there is least to do.
 
     Whose work waits there does not matter to the choice. It matters to whether there is one: tenants are served in
-    turns (see prefill). When even so it would wait past its deadline, or for MAX_WAIT_S, the request is refused: the
-    tenant that floods is refused first.
+    turns (see prefill). When even so, and anywhere, it would wait past its deadline, or for MAX_WAIT_S, the request is
+    refused: the tenant that floods is refused first.
 
     `seed` decides among equals, differently in each balancer, so that several do not fill the same one first.
     """
@@ -43,16 +46,11 @@ class ComputeQuota:
         self._ranks: dict[str, bytes] = {}
 
     def __call__(self, replicas: Sequence[Replica], route: Route, now_s: float, now_ns: int) -> Replica:
-        work = Work(route.num_new, route.num_cached, route.num_replayed, route.num_blocks)
-        terms: dict[float, Terms] = {}
         scores = []
         for replica in replicas:
             if replica.is_full:
                 continue
-            cost = replica.work.cost
-            if cost.step_tokens not in terms:  # the same in most of a thousand
-                terms[cost.step_tokens] = work.terms(int(cost.step_tokens))
-            cost_s = cost.ns(terms[cost.step_tokens]) / 1e9
+            cost_s = replica.cost_ns(route) / 1e9
             end_s = (wait_s(replica, cost_s, now_s) + cost_s) / ramp(now_s - replica.since_s)
             scores.append((end_s, cost_s, replica))
         if not scores:
@@ -60,15 +58,9 @@ class ComputeQuota:
         first_s, cost_s, _ = min(scores, key=lambda score: score[0])
         equals = [score for score in scores if score[0] <= first_s + EQUAL_PART * cost_s]
         _, cost_s, best = min(equals, key=lambda score: self._order(score[2]))
-        most_s = MAX_WAIT_S
-        if route.deadline_ns:
-            most_s = min(most_s, (route.deadline_ns - now_ns) / 1e9 - cost_s)
-        before_s = best.left_s(now_s)
-        if before_s > most_s:
-            before_s = fair_wait_s(best, route.tenant, cost_s, now_s)
-        if before_s > most_s:
-            why = "is hopeless" if most_s == MAX_WAIT_S else "is later than its deadline allows"
-            raise Full(f"to wait {before_s:.1f} s for prefill {why}", before_s - most_s)
+        most_s = _most_wait_s(route, cost_s, now_ns)
+        if best.left_s(now_s) > most_s and fair_wait_s(best, route.tenant, cost_s, now_s) > most_s:
+            return _soonest([(cost_s, replica) for _, cost_s, replica in scores], route, now_s, now_ns)
         return best
 
     def _order(self, replica: Replica) -> tuple[float, bytes]:
@@ -78,6 +70,25 @@ class ComputeQuota:
             rank = hashlib.blake2b(f"{self._seed}\0{replica.id}".encode(), digest_size=8).digest()
             self._ranks[replica.id] = rank
         return replica.free_s, rank
+
+
+def _most_wait_s(route: Route, cost_s: float, now_ns: int) -> float:
+    """How long a request that takes `cost_s` may wait; negative if it is too late already."""
+    return min(MAX_WAIT_S, (route.deadline_ns - now_ns) / 1e9 - cost_s) if route.deadline_ns else MAX_WAIT_S
+
+
+def _soonest(costs: Sequence[tuple[float, Replica]], route: Route, now_s: float, now_ns: int) -> Replica:
+    """Where it would be done first as tenants are served in turns, given what it costs where. Raises Full if even that
+    is too late."""
+    waits = [(fair_wait_s(replica, route.tenant, cost_s, now_s), cost_s, replica) for cost_s, replica in costs]
+    before_s, cost_s, best = min(waits, key=lambda wait: wait[0] + wait[1])
+    most_s = _most_wait_s(route, cost_s, now_ns)
+    if most_s < 0:  # no wait would help, so there is no telling after which
+        raise Full("prefill takes longer than its deadline allows", before_s + TOO_LATE_S)
+    if before_s > most_s:
+        why = "is hopeless" if most_s == MAX_WAIT_S else "is later than its deadline allows"
+        raise Full(f"to wait {before_s:.1f} s for prefill {why}", before_s - most_s)
+    return best
 
 
 def ramp(age_s: float) -> float:
@@ -98,8 +109,8 @@ def wait_s(replica: Replica, cost_s: float, now_s: float) -> float:
     for held in replica.reserved.values():
         own_ns += held.ns
         before_ns += min(held.ns, most_ns)
-    if num_others := replica.num_requests - len(replica.reserved):
-        before_ns += num_others * min(max(0.0, left_s * 1e9 - own_ns) / num_others, most_ns)
+    num_others = replica.num_requests - len(replica.reserved)
+    before_ns += min(max(0.0, left_s * 1e9 - own_ns), num_others * most_ns)
     return min(left_s, (before_ns + STEP_NS) / 1e9)
 
 

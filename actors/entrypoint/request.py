@@ -127,6 +127,7 @@ class Request:
             num_blocks=hit.num_blocks,
             deadline_ns=submit.limits.deadline_ns,
             tenant=submit.tenant,
+            is_exact=submit.exact,
         )
 
     def dispatch(self, replica: str, now_s: float) -> int:

@@ -1,4 +1,7 @@
-"""What replicas say in their load reports for balancers to read: the numbers of `LoadReported.detail` by name."""
+"""What replicas say in their load reports for balancers to read: the numbers of `LoadReported.detail` by name.
+
+A number that cannot be one of its kind is taken for not said: one replica's nonsense is not to end all balancers.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,9 @@ from kernels.engine import BLOCK_TOKENS
 
 _REMAINING = "remaining_ns:"
 _COST = "cost_"
+
+_MOST = 1e15
+"""Nanoseconds, tokens, patches: twelve days of work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,18 +31,19 @@ class PrefillLoad:
         return sum(self.remaining_ns.values())
 
     def detail(self) -> dict[str, float]:
-        """For a load report."""
+        """For a load report; of all tenants, too, for metrics."""
         remaining = {f"{_REMAINING}{tenant}": ns for tenant, ns in self.remaining_ns.items() if ns}
-        return remaining | {f"{_COST}{name}": ns for name, ns in asdict(self.cost).items()}
+        cost = {f"{_COST}{name}": ns for name, ns in asdict(self.cost).items()}
+        return {"remaining_ns": self.total_ns, **remaining, **cost}
 
     @classmethod
     def of(cls, detail: Mapping[str, float]) -> PrefillLoad:
-        """What a report says; one that says nothing of costs has the published ones."""
-        remaining = {
-            name.removeprefix(_REMAINING): ns for name, ns in detail.items() if name.startswith(_REMAINING)
-        }
-        known = {one.name: detail[_COST + one.name] for one in fields(Cost) if _COST + one.name in detail}
-        return cls(remaining, Cost(**known) if known else PUBLISHED)
+        """What a report says; one that does not say all of costs has the published ones."""
+        said = _sound(detail)
+        remaining = {name.removeprefix(_REMAINING): ns for name, ns in said.items() if name.startswith(_REMAINING)}
+        names = [one.name for one in fields(Cost)]
+        is_whole = all(_COST + name in said for name in names)
+        return cls(remaining, Cost(*(said[_COST + name] for name in names)) if is_whole else PUBLISHED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +65,8 @@ class DecodeLoad:
     @classmethod
     def of(cls, detail: Mapping[str, float]) -> DecodeLoad:
         """What a report says."""
-        return cls(**{one.name: detail[one.name] for one in fields(cls) if one.name in detail})
+        said = _sound(detail)
+        return cls(**{one.name: said[one.name] for one in fields(cls) if one.name in said})
 
 
 PRIOR_OUTPUT = 256.0
@@ -92,4 +100,9 @@ class VisionLoad:
     @classmethod
     def of(cls, detail: Mapping[str, float]) -> VisionLoad:
         """What a report says."""
-        return cls(detail.get("num_patches", 0.0))
+        return cls(_sound(detail).get("num_patches", 0.0))
+
+
+def _sound(detail: Mapping[str, float]) -> dict[str, float]:
+    """Without what is negative, beyond all measure, or no number at all."""
+    return {name: number for name, number in detail.items() if 0 <= number <= _MOST}

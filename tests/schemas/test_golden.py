@@ -338,6 +338,7 @@ MESSAGES: list[Message] = [
     ),
     ImageResolved(vision="v", digest="d", width=28, height=42, num_tokens=4, pixels=HANDLE, num_patches=6),
     Image(start=5, num_tokens=4, digest="d", width=28, height=42, vision="v", pixels=HANDLE, num_patches=6),
+    Route(request_id="r", num_new=9, is_exact=True),
 ]
 
 GOLDEN = [line.split() for line in Path(__file__).with_name("golden.txt").read_text().splitlines()]
