@@ -12,7 +12,10 @@ from actors.rules.owner import choose
 from schemas.routing import Route
 
 FORGOTTEN_S = 2.0
-"""Who has not asked again for so long does not wait any more. Who waits asks some ten times a second."""
+"""Who has not asked again for so long has lost its turn. Who waits asks some ten times a second."""
+
+PLACED_S = 0.5
+"""Nor is room set aside for who has not asked again for so long: another balancer has found it a place, as a rule."""
 
 NUM_FIRST = 32
 """The oldest that wait get the room there is. Others wait behind them unseen, so that a long queue costs little."""
@@ -45,14 +48,14 @@ class RoomiestInTurn:
         raise Full(_why_not(rooms, route, len(older)))
 
     def _older(self, request_id: str, now_s: float) -> list[Route]:
-        """Those that wait and have asked before this one: the first NUM_FIRST of them."""
+        """Those that wait and have first asked before this one: NUM_FIRST of them at most."""
         older: list[Route] = []
         for id, wait in list(self._waits.items()):
             if id == request_id or len(older) == NUM_FIRST:
                 break
             if now_s - wait.asked_s > FORGOTTEN_S:
                 del self._waits[id]
-            elif wait.is_waiting:
+            elif wait.is_waiting and now_s - wait.asked_s <= PLACED_S:
                 older.append(wait.route)
         return older
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from actors.balancers.choice import Full
-from actors.balancers.decode import FORGOTTEN_S, NUM_FIRST, RoomiestInTurn
+from actors.balancers.decode import FORGOTTEN_S, NUM_FIRST, PLACED_S, RoomiestInTurn
 from actors.balancers.ledger import Ledger
 from actors.decode.outputs import OutputLength
 from actors.decode.slots import Generation, Slots
@@ -175,12 +175,28 @@ class TestTurns:
         assert {at, other} == {"d0", "d1"}
         assert balancer.place(route("whole", 100, 900)) == ""
         assert balancer.place(route("small", 10, 10)) == at  # `other` has more room: it is kept for the whole
-        balancer.now_s += FORGOTTEN_S / 2
-        assert balancer.place(route("whole", 100, 900)) == ""
         balancer.now_s += FORGOTTEN_S
+        assert balancer.place(route("whole", 100, 900)) == ""
+        balancer.now_s += PLACED_S
         assert balancer.place(route("more", 10, 150)) == ""
         balancer.now_s += 0.1  # it has not asked again
         assert balancer.place(route("more", 10, 150)) == other
+
+    def test_what_another_balancer_has_placed_keeps_nobody_waiting_and_who_asks_late_keeps_its_turn(self) -> None:
+        rank = Rank("d0", num_slots=2)
+        balancer = Balancer([rank])
+        assert [balancer.place(route(id, 1, 1)) for id in ("r", "s", "first", "second")] == ["d0", "d0", "", ""]
+        balancer.empty(rank)
+        rank.slots.arrive(hand_over("first", 1, 1))
+        balancer.hear(rank)
+        assert balancer.place(route("second", 1, 1)) == ""
+        balancer.now_s += PLACED_S + 0.1
+        assert balancer.place(route("third", 1, 1)) == "d0"
+        assert [balancer.place(route(id, 1, 1)) for id in ("second", "third")] == ["", ""]
+        balancer.empty(rank)
+        rank.slots.arrive(hand_over("strange", 1, 1))
+        balancer.hear(rank)
+        assert [balancer.place(route(id, 1, 1)) for id in ("third", "second")] == ["", "d0"]
 
     def test_each_of_the_oldest_keeps_a_replica_of_its_own(self) -> None:
         balancer = Balancer([Rank(f"d{i}", capacity=1024) for i in range(2)])
