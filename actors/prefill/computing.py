@@ -30,8 +30,10 @@ async def measure(engine: Engine, meter: Meter) -> None:
         if engine.admit(_KEY, num_tokens, greedy, bounded_prompt=num_tokens) is not Admission.OK:
             continue
         for num_tokens, terms in zip(prompt.chunks, prompt.terms(), strict=True):
-            # Not all the same, as experts are chosen by token; and none of the last ones, which are for control.
-            tokens = np.arange(num_tokens, dtype=np.uint32) % max(info.vocab_size // 2, 1)
+            # Not all the same, as experts are chosen by token; and none of the first and last ones, which are for
+            # control, or stand for images that are not there.
+            quarter = info.vocab_size // 4
+            tokens = quarter + np.arange(num_tokens, dtype=np.uint32) % max(quarter, 1)
             took_ns = await engine.prefill([Chunk(_KEY, tokens)])
             if prompt.is_measured:
                 meter.add(terms, took_ns)

@@ -48,7 +48,6 @@ class Turns:
 
     def charge(self, tenant: str, ns: float) -> None:
         """It was given so much."""
-        self._now = max(self._now, self._served[tenant])
         self._served[tenant] += ns
 
     def served(self, tenant: str) -> float:
@@ -57,7 +56,8 @@ class Turns:
 
     def order(self, jobs: Iterable[tuple[float, Job]]) -> Iterator[Job]:
         """All these jobs, given their nanoseconds left, as they follow one another. A tenant counts as served with each
-        of its jobs that has been named."""
+        of its jobs that has been named. The one that is first says where those begin that come: not one that was given
+        more because it was here first."""
         lines: dict[str, list[tuple[int, int, float, Job]]] = {}
         for left_ns, job in jobs:
             lines.setdefault(job.tenant, []).append((size(left_ns), job.number, left_ns, job))
@@ -65,6 +65,8 @@ class Turns:
             heapify(line)
         heads = [(self.served(tenant), tenant) for tenant in lines]
         heapify(heads)
+        if heads:
+            self._now = max(self._now, heads[0][0])
         while heads:
             served, tenant = heappop(heads)
             _, _, left_ns, job = heappop(lines[tenant])

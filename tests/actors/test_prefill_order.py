@@ -198,6 +198,22 @@ def test_a_tenant_that_was_away_has_not_saved_up_turns() -> None:
     assert 6 <= ended[1] <= 12 and ended[0] + ended[1] >= 36
 
 
+def test_who_comes_anew_begins_with_the_others_and_not_behind_one_that_was_given_more_as_it_was_first() -> None:
+    replica, number = Replica(engine=Shared(num_slots=64)), 0
+    replica.add(job("long", MILLION, "long"))
+    for _ in range(200):
+        waiting = {each.tenant for each in replica.batch}
+        others = {f"t{i}" for i in range(40)} - waiting
+        replica.add(*(job(f"{tenant}-{number}", 4000, tenant) for tenant in sorted(others)))
+        number += 1
+        replica.step()
+    began_ns = replica.now_ns
+    replica.add(job("new", 1000, "new"))
+    while "new" not in replica.ended_ns:
+        replica.step()
+    assert replica.ended_ns["new"] - began_ns < 4 * STEP_NS
+
+
 class TestSlots:
     """Who has one of the engine."""
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
 from actors.prefill.actor import REPORT_S, Prefill
+from actors.prefill.computing import measure
 from actors.rules.cost import Work
 from actors.rules.load import PrefillLoad
+from actors.rules.meter import Meter
 from bus.actor import HEARTBEAT_S
 from bus.bus import Delivery, decoder
 from bus.subjects import LOAD
+from kernels.engine import Chunk
 from kernels.timed import StepCost, TimedEngine
 from run.virtual import run_virtual
 from schemas.bulk import Payload
@@ -53,6 +57,21 @@ def prefill_of(system: Core) -> Prefill:
     prefill = system.actors["prefill/p0"]
     assert isinstance(prefill, Prefill)
     return prefill
+
+
+class Control(TimedEngine):
+    """The first and the last of its tokens are no text."""
+
+    async def prefill(self, chunks: Sequence[Chunk]) -> int:
+        if any(chunk.tokens.min() < 8 or chunk.tokens.max() >= self.info.vocab_size - 8 for chunk in chunks):
+            raise ValueError("the image was not attached")
+        return await super().prefill(chunks)
+
+
+def test_dummy_prompts_are_of_text() -> None:
+    meter = Meter()
+    run_virtual(measure(Control(info(), VOCABULARY, PUBLISHED), meter))
+    assert meter.cost.token_ns == pytest.approx(50_500, rel=0.05)
 
 
 async def one_of_each(system: Core, cost: StepCost = PUBLISHED, **fields: int) -> None:
