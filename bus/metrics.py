@@ -89,7 +89,8 @@ def record_request(
 
 def record_load(report: LoadReported) -> None:
     """What an actor says of its load, as gauges: `shoal.load.running`, `.waiting`, `.tokens`, and one for each number
-    of its detail, such as `shoal.load.cost_residual`. What is said by tenant (`name:tenant`) has that as an attribute.
+    of its detail, such as `shoal.load.cost_residual`, but for those by tenant (`name:tenant`): a gauge keeps its last
+    value, and of a tenant that has left nothing is said any more.
     """
     labels = {"shoal.role": str(report.role), "shoal.replica": report.id}
     for name, number in (
@@ -98,8 +99,8 @@ def record_load(report: LoadReported) -> None:
         ("tokens", report.num_tokens),
         *report.detail.items(),
     ):
-        name, _, tenant = name.partition(":")
-        _load(name).set(number, labels | {"shoal.tenant": tenant} if tenant else labels)
+        if ":" not in name:
+            _load(name).set(number, labels)
 
 
 @cache
