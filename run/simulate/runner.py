@@ -101,7 +101,8 @@ def simulate(
 
 def paced(arrivals: Sequence[Arrival], options: Options, truth: Truth) -> list[Arrival]:
     """The requests at the load asked for: of nominal replicas, and a store that forgets nothing."""
-    if options.load is None or len(arrivals) < 2:
+    first_s, span_s = arrivals[0].at_s, arrivals[-1].at_s - arrivals[0].at_s
+    if options.load is None or not span_s:
         return list(arrivals)
     seen, work_s = set[int](), 0.0
     for arrival in arrivals:
@@ -109,7 +110,6 @@ def paced(arrivals: Sequence[Arrival], options: Options, truth: Truth) -> list[A
         start = usable_blocks(present, arrival.num_tokens) * 128
         work_s += truth.alone_s(arrival.num_tokens, start) - truth.decode_ns(1) / 1e9
         seen.update(arrival.blocks)
-    first_s, span_s = arrivals[0].at_s, arrivals[-1].at_s - arrivals[0].at_s
     stretch = work_s / (options.load * options.num_prefill * span_s)
     return [replace(arrival, at_s=(arrival.at_s - first_s) * stretch) for arrival in arrivals]
 

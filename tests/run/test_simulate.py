@@ -52,6 +52,11 @@ def test_every_policy_answers_everything_and_the_same_each_time() -> None:
     assert other["quota"].outcomes != first["quota"].outcomes
 
 
+def test_what_comes_all_at_once_cannot_be_stretched() -> None:
+    arrivals = [Arrival(0.0, 100, 1, (number,)) for number in range(3)]
+    assert paced(arrivals, Options(("quota",)), Truth()) == arrivals
+
+
 def test_the_load_is_what_was_asked_for() -> None:
     options = Options(("quota",), num_prefill=4, num_decode=2, load=0.5)
     arrivals = paced(workload(300), options, Truth())
