@@ -41,12 +41,12 @@ def p99(result: Result) -> float:
 
 def test_every_policy_answers_everything_and_the_same_each_time() -> None:
     options = Options(POLICIES, num_prefill=4, num_decode=2, seed=3)
-    arrivals = workload(60)
+    arrivals = workload(24)
     first, again = simulate(arrivals, options), simulate(arrivals, options)
     for policy in POLICIES:
         assert first[policy].outcomes == again[policy].outcomes
         assert first[policy].prefill_busy_s == again[policy].prefill_busy_s
-        assert [one.failed for one in first[policy].outcomes] == [None] * 60
+        assert [one.failed for one in first[policy].outcomes] == [None] * 24
         assert all(one.ttft_s > 0 for one in first[policy].outcomes)
     other = simulate(arrivals, Options(("quota",), num_prefill=4, num_decode=2, seed=4))
     assert other["quota"].outcomes != first["quota"].outcomes
@@ -59,8 +59,8 @@ def test_what_comes_all_at_once_cannot_be_stretched() -> None:
 
 def test_the_load_is_what_was_asked_for() -> None:
     options = Options(("quota",), num_prefill=4, num_decode=2, load=0.5)
-    arrivals = paced(workload(300), options, Truth())
-    result = simulate(workload(300), options)["quota"]
+    arrivals = paced(workload(80), options, Truth())
+    result = simulate(workload(80), options)["quota"]
     assert sum(result.prefill_busy_s) / 4 / arrivals[-1].at_s == pytest.approx(0.5, rel=0.15)
     num_cached = sum(one.num_cached for one in result.outcomes)
     assert 0 < num_cached < sum(one.num_prompt for one in result.outcomes)
@@ -115,8 +115,8 @@ def test_steps_taken_at_once_end_when_they_would_have_ended_one_by_one(nudges: t
 
 
 def test_who_looks_at_the_load_is_told_from_who_does_not() -> None:
-    options = Options(("quota", "round-robin"), num_prefill=6, num_decode=4)
-    result = simulate(workload(250, seed=1), options)
+    options = Options(("quota", "round-robin"), num_prefill=4, num_decode=2)
+    result = simulate(workload(120, seed=1), options)
     assert p99(result["quota"]) < 0.7 * p99(result["round-robin"])
     busy = {policy: max(found.prefill_busy_s) / np.mean(found.prefill_busy_s) for policy, found in result.items()}
     assert busy["quota"] < busy["round-robin"]
@@ -125,11 +125,11 @@ def test_who_looks_at_the_load_is_told_from_who_does_not() -> None:
 def test_a_million_tokens_amid_chat() -> None:
     """Case 28: the same chats with and without it; its tenant has no part in it."""
     options = Options(("quota",), num_prefill=4, num_decode=4, load=None)
-    chats = chat(400, 0.3 * options.num_prefill * 1e9)
+    chats = chat(150, 0.3 * options.num_prefill * 1e9)
     blocks = tuple(range(1 << 40, (1 << 40) + num_blocks(1_000_000)))
-    million = Arrival(chats[50].at_s, 1_000_000, 10, blocks, chats[50].tenant)
+    million = Arrival(chats[20].at_s, 1_000_000, 10, blocks, chats[20].tenant)
     without = simulate(chats, options)["quota"]
-    amid = simulate([*chats[:50], million, *chats[50:]], options)["quota"]
-    assert amid.outcomes[50].failed is None and amid.outcomes[50].ttft_s > 100
-    del amid.outcomes[50]
+    amid = simulate([*chats[:20], million, *chats[20:]], options)["quota"]
+    assert amid.outcomes[20].failed is None and amid.outcomes[20].ttft_s > 100
+    del amid.outcomes[20]
     assert p99(amid) < 1.5 * p99(without)
