@@ -16,11 +16,13 @@ from schemas.failure import Code, Failure
 MAX_THREADS = 32
 """A call that hangs has its thread until it ends by itself, whether anyone waits for it or not."""
 
-SHARE = 3
-"""A tenant begins only while it has fewer than so many times the threads that are free: alone at most 24, and what it
-leaves is shared in the same way, so that no two tenants have all."""
-
 MAX_HELD_BYTES = 128 * 1024 * 1024
+"""Of files that are looked at; others are on their way, in threads."""
+
+SHARE = 3
+"""A tenant may have so many times the threads and bytes that are free: three quarters of all, alone, and what it leaves
+is shared in the same way, so that no two tenants have all."""
+
 MAX_REQUEST_BYTES = 32 * 1024 * 1024
 """Files of one request together; it can name many that are short to name."""
 
@@ -43,8 +45,8 @@ class Fetches:
     def __init__(self, bus: Bus, fetch: Fetch) -> None:
         self._bus = bus
         self._fetch = fetch
-        self._running: Counter[str] = Counter()
-        self._held_bytes = 0
+        self._running = Counter[str]()
+        self._held = Counter[str]()
 
     @asynccontextmanager
     async def files(
@@ -67,11 +69,11 @@ class Fetches:
                 if num_bytes + len(outcome) > MAX_REQUEST_BYTES:
                     message = f"the images at URLs have more than the {MAX_REQUEST_BYTES} bytes taken of one request"
                     outcome = Failure(code=Code.BAD_REQUEST, message=message)
-                elif self._held_bytes + len(outcome) > MAX_HELD_BYTES:
+                elif not _is_share(self._held, tenant, len(outcome), MAX_HELD_BYTES):
                     outcome = Failure(code=Code.OVERLOADED, message="too many fetched images are held: retry later")
                 else:
                     num_bytes += len(outcome)
-                    self._held_bytes += len(outcome)
+                    self._held[tenant] += len(outcome)
             has_failed = has_failed or isinstance(outcome, Failure)
             found[url] = outcome
 
@@ -79,7 +81,7 @@ class Fetches:
             await asyncio.gather(*map(fetch, dict.fromkeys(urls)))
             yield found
         finally:
-            self._held_bytes -= num_bytes
+            self._held -= Counter({tenant: num_bytes})
 
     async def _wait(
         self, url: str, tenant: str, until_ns: int, deadline_ns: int, is_over: Callable[[], bool]
@@ -88,11 +90,12 @@ class Fetches:
         clock_ns = self._bus.seams.clock_ns
         fetching: asyncio.Future[bytes | Failure] | None = None
         while not is_over():
+            has_room = _is_share(self._running, tenant, 1, MAX_THREADS)
             if clock_ns() >= (deadline_ns or sys.maxsize):
                 return Failure(code=Code.DEADLINE_EXCEEDED, message="the deadline of the request has passed")
             if clock_ns() >= until_ns:
-                return _late(is_full=fetching is None and not self._has_room(tenant))
-            if fetching is None and self._has_room(tenant):
+                return _late(is_full=fetching is None and not has_room)
+            if fetching is None and has_room:
                 fetching = self._begin(url, tenant)
             if fetching is None:
                 await asyncio.sleep(CHECK_S)
@@ -100,16 +103,12 @@ class Fetches:
                 return fetching.result()
         return Failure(code=Code.CANCELLED, message="nobody waits for it any more")
 
-    def _has_room(self, tenant: str) -> bool:
-        return self._running[tenant] < SHARE * (MAX_THREADS - self._running.total())
-
     def _begin(self, url: str, tenant: str) -> asyncio.Future[bytes | Failure]:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[bytes | Failure] = loop.create_future()
 
         def end(outcome: bytes | Failure) -> None:
-            self._running[tenant] -= 1
-            self._running += Counter()  # drops tenants that have none
+            self._running -= Counter({tenant: 1})
             future.set_result(outcome)
 
         def run() -> None:
@@ -124,6 +123,12 @@ class Fetches:
         threading.Thread(target=run, name="fetch", daemon=True).start()
         self._running[tenant] += 1
         return future
+
+
+def _is_share(used: Counter[str], tenant: str, num: int, limit: int) -> bool:
+    """Whether a tenant may have `num` more, of what there is `limit` of."""
+    num_free = limit - used.total()
+    return num <= num_free and used[tenant] + num <= SHARE * num_free
 
 
 def _late(*, is_full: bool) -> Failure:

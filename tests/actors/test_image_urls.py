@@ -194,7 +194,7 @@ def test_refusals_name_the_field(run_async: Run, sighted: ModelCard, site: str) 
             assert answer["error"]["type"] == "invalid_request_error"
             await system.until_free()
             assert len(system.edge.recipe._open) == 0 and system.edge.recipe._intake.num_calls == 0
-            assert system.edge.recipe._fetches._held_bytes == 0
+            assert not system.edge.recipe._fetches._held
 
     run_async(main())
 

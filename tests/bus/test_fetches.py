@@ -65,8 +65,8 @@ def test_each_url_is_fetched_once_and_its_bytes_are_held_meanwhile(run_async: Ru
         some, _ = make(site)
         async with some.files(["a", "bc", "a"], "t", 0, lambda: False) as found:
             assert found == {"a": b"a", "bc": b"bc"} and sorted(site.asked) == ["a", "bc"]
-            assert some._held_bytes == 3
-        assert some._held_bytes == 0 and not some._running
+            assert some._held == {"t": 3}
+        assert not some._held and not some._running
 
     run_async(main())
 
@@ -81,7 +81,7 @@ def test_one_that_fails_ends_the_wait_for_the_others(run_async: Run, site: Site)
         site.release.set()
         await until(lambda: not some._running)
         assert await fetch(some, "raises") == [Code.IMAGE_UNREACHABLE]
-        assert not some._running and some._held_bytes == 0
+        assert not some._running and not some._held
 
     run_async(main())
 
@@ -107,7 +107,7 @@ def test_files_of_one_request_have_one_limit_in_all(
     monkeypatch.setattr(fetches, "AT_ONCE", 1)
 
     async def main() -> None:
-        seams = Seams(clock_ns=lambda: 1 + 6 * 10**9 * some._held_bytes)  # each takes six seconds
+        seams = Seams(clock_ns=lambda: 1 + 6 * 10**9 * some._held.total())  # each takes six seconds
         some = Fetches(Bus(MemoryWire(MemoryBroker()), seams), site)
         assert await fetch(some, "a", "b", "c", "d") == [b"a", b"b", Code.IMAGE_UNREACHABLE, Code.CANCELLED]
 
@@ -162,7 +162,9 @@ def test_bytes_are_bounded_by_request_and_in_all(
         assert await fetch(some, "aaa", "bbb", "c") == [b"aaa", Code.BAD_REQUEST, Code.CANCELLED]
         async with some.files(["aaa", "bb"], "t", 0, lambda: False):
             assert await fetch(some, "cccc") == [Code.OVERLOADED]
-            assert await fetch(some, "ccc") == [b"ccc"]
+            async with some.files(["cc"], "t", 0, lambda: False):
+                assert await fetch(some, "d") == [Code.OVERLOADED]
+                assert await fetch(some, "d", tenant="other") == [b"d"]
         assert await fetch(some, "cccc") == [b"cccc"]
 
     run_async(main())
