@@ -16,7 +16,7 @@ TRUTH = Cost(12.4e6, 55.2e3, 12.44, 20e3, 97e3, 66.0, 1612.0, step_tokens=512.0)
 
 
 def test_it_prints_one_object_and_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = {"NUMS_NEW": (1, 128, 700), "NUMS_CACHED": (0, 128, 256), "NUMS_EXACT": (128,), "NUM_ROUNDS": 1}
+    sizes = {"NUMS_NEW": (1, 128, 600), "NUMS_CACHED": (0, 256), "NUMS_EXACT": (128,), "NUM_ROUNDS": 1}
     for name, value in sizes.items():
         monkeypatch.setattr(cost, name, value)
     cost.bench_cost(DEFAULT_MODEL, json=True)
@@ -25,11 +25,11 @@ def test_it_prints_one_object_and_a_table(monkeypatch: pytest.MonkeyPatch, capsy
     assert set(found["cost"]) == {field.name for field in fields(Cost)} and found["cost"]["step_tokens"] == 512
     assert found["sweep_s"] > 0 and found["cost"]["step_ns"] > 0
     prompts = found["prompts"]
-    assert len(prompts) == 10 and all(one["took_ms"] > 0 for one in prompts)
+    assert len(prompts) == 7 and all(one["took_ms"] > 0 for one in prompts)
     assert {one["num_replayed"] for one in prompts if one["num_cached"]} == {0, 128}
-    assert sum(one["is_judged"] for one in prompts) == 5  # of nine bounded ones five are learnt
+    assert sum(one["is_judged"] for one in prompts) == 4  # of six bounded ones three are learnt
     cost._print(found)
-    assert "of tokens behind cached ones" in capsys.readouterr().out
+    assert "of tokens behind cached ones" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_model_that_is_right_is_found_to_be() -> None:
