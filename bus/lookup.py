@@ -30,13 +30,12 @@ class Lookups:
         if not questions:
             return {}
         over = self._over[request_id] = asyncio.get_running_loop().create_future()
-        asking = asyncio.gather(*(self._find(shard, question) for shard, question in questions.items()))
+        asking = asyncio.create_task(self._find_all(questions))
         try:
             await asyncio.wait([asking, over], return_when=asyncio.FIRST_COMPLETED)
             if not asking.done():
                 return {}
-            answers = zip(questions, asking.result(), strict=True)
-            return {shard: answer for shard, answer in answers if answer is not None}
+            return asking.result()
         finally:
             asking.cancel()
             if self._over.get(request_id) is over:
@@ -54,6 +53,10 @@ class Lookups:
             return (await self._bus.ask(DESCRIBE.at(replica), DescribeSpace(), timeout_s=DESCRIBE_S)).space
         except BusError:
             return None
+
+    async def _find_all(self, questions: Mapping[str, FindBlocks]) -> dict[str, BlocksFound]:
+        answers = await asyncio.gather(*(self._find(shard, question) for shard, question in questions.items()))
+        return {shard: answer for shard, answer in zip(questions, answers, strict=True) if answer is not None}
 
     async def _find(self, shard: str, question: FindBlocks) -> BlocksFound | None:
         try:
