@@ -81,9 +81,6 @@ class Slots:
     def __iter__(self) -> Iterator[Generation]:
         return iter(list(self._here.values()))
 
-    def get(self, request_id: str) -> Generation | None:
-        return self._here.get(request_id)
-
     def arrive(self, offer: HandOver) -> Generation | None:
         """Hold a slot, and room, for a request on offer. None when there is not enough, or it is here already."""
         if len(self._here) >= self.num_slots or offer.request_id in self._here:

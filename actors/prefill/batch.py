@@ -52,9 +52,7 @@ class Batch:
         job.number = self._num_added
         self._jobs[job.id] = job
         self._turns.join(job.tenant)
-        if job.is_admitted:
-            self._running[job.id] = job, False
-        elif job.loading is Loading.NONE:
+        if job.loading is Loading.NONE:
             self.loaded(job)
 
     def loaded(self, job: Job) -> None:

@@ -18,8 +18,17 @@ from tests.actors.builders import dispatch
 from tests.actors.core import VOCABULARY, info
 
 
-def job(id: str, num_tokens: int, *, is_admitted: bool = True) -> Job:
-    return Job(dispatch(id, num_tokens), np.arange(num_tokens, dtype=np.uint32), is_admitted=is_admitted)
+def job(id: str, num_tokens: int) -> Job:
+    return Job(dispatch(id, num_tokens), np.arange(num_tokens, dtype=np.uint32))
+
+
+def batch_of(*jobs: Job, num_slots: int = 4) -> Batch:
+    """With the jobs that there are slots for admitted."""
+    batch = Batch(Meter())
+    for each in jobs:
+        batch.add(each)
+    batch.admit(TimedEngine(info(num_slots=num_slots, max_tokens=4096), VOCABULARY))
+    return batch
 
 
 def sizes(batch: Batch, max_tokens: int) -> list[tuple[str, int]]:
@@ -28,14 +37,11 @@ def sizes(batch: Batch, max_tokens: int) -> list[tuple[str, int]]:
 
 class TestBatch:
     def test_short_ones_first_come_first_served_and_the_last_one_cut_at_the_grain(self) -> None:
-        batch = Batch(Meter())
-        for id, num_tokens in (("a", 100), ("b", 1000), ("c", 10)):
-            batch.add(job(id, num_tokens))
+        batch = batch_of(job("a", 100), job("b", 1000), job("c", 10))
         assert sizes(batch, 512) == [("a", 100), ("b", 128)], "no more beside one that ends"
 
     def test_cuts_fall_on_multiples_of_the_grain_of_the_prompt(self) -> None:
-        batch = Batch(Meter())
-        batch.add(job("a", 1000))
+        batch = batch_of(job("a", 1000))
         cuts, done = [], 0
         while step := batch.next_step(300):
             ((chosen, chunk),) = step
@@ -46,31 +52,24 @@ class TestBatch:
         assert cuts == [256, 512, 768, 1000]
 
     def test_a_budget_below_the_grain_still_makes_progress(self) -> None:
-        batch = Batch(Meter())
-        batch.add(job("a", 1000))
+        batch = batch_of(job("a", 1000))
         assert sizes(batch, 5) == [("a", CHUNK_GRAIN)]
 
     def test_beside_a_prompt_that_is_cut_for_its_windows_others_get_their_turn(self) -> None:
-        batch = Batch(Meter())
-        for id, num_tokens in (("a", 1000), ("b", 1000), ("c", 100)):
-            batch.add(job(id, num_tokens))
-            keys = bytes(num_tokens // 128 * 16)
-            chosen = batch.get(id)
-            assert chosen is not None
-            chosen.keeping = Keeping(CachedPrefix(space="", root=bytes(16), keys=keys), chosen.tokens, branches=[300])
+        first, *_ = jobs = job("a", 1000), job("b", 1000), job("c", 100)
+        batch = batch_of(*jobs)
+        for each in jobs:
+            keys = bytes(each.num_left // 128 * 16)
+            each.keeping = Keeping(CachedPrefix(space="", root=bytes(16), keys=keys), each.tokens, branches=[300])
         assert sizes(batch, 4096) == [("a", 256), ("b", 256), ("c", 100)]
         assert sizes(batch, 400) == [("a", 256), ("b", 128)]
         assert sizes(batch, 200) == [("a", 128)]
-        first = batch.get("a")
-        assert first is not None
         first.num_done = 256
         assert sizes(batch, 4096) == [("a", 744), ("b", 256), ("c", 100)]
 
     def test_waiting_jobs_are_not_computed(self) -> None:
-        batch = Batch(Meter())
-        batch.add(job("a", 10, is_admitted=False))
-        batch.add(job("b", 10))
-        assert sizes(batch, 512) == [("b", 10)]
+        batch = batch_of(job("a", 10), job("b", 10), num_slots=1)
+        assert sizes(batch, 512) == [("a", 10)]
 
     def test_one_job_per_request(self) -> None:
         batch = Batch(Meter())
@@ -103,8 +102,8 @@ class Admitting(TimedEngine):
 
 def test_prompts_are_bounded_unless_the_request_is_exact() -> None:
     engine, batch = Admitting(), Batch(Meter())
-    batch.add(job("usual", 300, is_admitted=False))
-    exact = job("exact", 300, is_admitted=False)
+    batch.add(job("usual", 300))
+    exact = job("exact", 300)
     exact.dispatch = structs.replace(exact.dispatch, exact=True)
     batch.add(exact)
     admitted, hopeless = batch.admit(engine)

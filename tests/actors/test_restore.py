@@ -208,10 +208,11 @@ def test_whoever_branches_off_finds_windows(
     if not len(tokens):
         return
     prefix = prefix_of(tokens, 0, 0, [])
-    job = Job(dispatch("a", len(tokens)), tokens, is_admitted=True)
+    job = Job(dispatch("a", len(tokens)), tokens)
     job.keeping = keeping = Keeping(prefix, tokens, branches=branches)
     batch, steps, kept = Batch(Meter()), list[list[int]](), set[int]()
     batch.add(job)
+    batch.admit(TimedEngine(info(max_tokens=4096), VOCABULARY))
     while step := batch.next_step(max_tokens):
         ((_, chunk),) = step
         steps.append(chunk.tokens.tolist())
