@@ -31,16 +31,8 @@ class Prompt:
 
 
 def sweep(max_step_tokens: int, max_tokens: int) -> list[Prompt]:
-    """The prompts, in order, for an engine that takes so many tokens a step, and requests so long; each to be admitted
-    alone, as a bounded prompt, and freed when it is computed:
-
-        for prompt in sweep(info.max_step_tokens, info.max_tokens):
-            engine.admit("sweep", prompt.num_tokens, sampling, bounded_prompt=prompt.num_tokens)
-            for num_tokens, terms in zip(prompt.chunks, prompt.terms(), strict=True):
-                took_ns = await engine.prefill([Chunk("sweep", dummy[:num_tokens])])
-                if prompt.is_measured:
-                    meter.add(terms, took_ns)
-            engine.free("sweep")
+    """The prompts, in order, for an engine that takes so many tokens a step, and requests so long; each to be computed
+    alone, as a bounded prompt (`computing.measure`).
 
     At most 4,096 tokens together. They tell apart what steps, tokens, last windows and context cost: steps of all sizes
     behind nothing, and large and small ones behind much. A first prompt that takes every path is not measured: kernels

@@ -145,9 +145,9 @@ PUBLISHED = Cost(step_ns=36.7e6, token_ns=50.5e3, pair_ns=0.134, block_ns=0.0)
 """Of the real model on eight H100 (spec serving.md §3, K4). What loading takes is not published."""
 
 
-def fit(samples: Sequence[tuple[Terms, float]]) -> tuple[Cost, float]:
-    """The coefficients, none of them negative, that fit measured (terms, nanoseconds) best, and the median of what is
-    left, as a part of the measured. Errors count relative to the time: a short prompt matters as much as a long one.
+def fit(samples: Sequence[tuple[Terms, float]]) -> Cost:
+    """The coefficients, none of them negative, that fit measured (terms, nanoseconds) best. Errors count relative to the
+    time: a short prompt matters as much as a long one.
 
     Measurements that are far off are left out. Raises ValueError when there is none.
     """
@@ -164,8 +164,7 @@ def fit(samples: Sequence[tuple[Terms, float]]) -> tuple[Cost, float]:
             break
         kept = is_good
         found = _least_squares(relative[kept])
-    residual = float(np.median(np.abs(relative @ found - 1)))
-    return Cost(*(float(one) for one in found)), residual
+    return Cost(*(float(one) for one in found))
 
 
 def _least_squares(relative: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -103,7 +103,7 @@ class Meter:
         return True
 
     def _refit(self) -> None:
-        found, _ = fit([(step.terms, step.took_ns) for step in self._steps()])
+        found = fit([(step.terms, step.took_ns) for step in self._steps()])
         self.cost = replace(found, block_ns=self.cost.block_ns, step_tokens=self.cost.step_tokens)
         self._slowness.clear()
 

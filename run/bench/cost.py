@@ -105,7 +105,7 @@ def _judged(meter: Meter, timed: Timed) -> dict[str, Any]:
     for work in learnt:
         if timed[work].load_ns:
             meter.add(Terms(steps=0, blocks=work.num_blocks), timed[work].load_ns)
-    bare, _ = fit([(terms._replace(tail_tokens=0, tail_pairs=0, context=0), step_ns) for terms, step_ns in samples])
+    bare = fit([(terms._replace(tail_tokens=0, tail_pairs=0, context=0), step_ns) for terms, step_ns in samples])
     costs = {"sweep": swept, "online": meter.cost, "quadratic": replace(bare, step_tokens=swept.step_tokens)}
 
     def error(cost: Cost, work: Work) -> float:

@@ -16,10 +16,10 @@ MEASURED_MS = {4096: 245, 8192: 452, 16384: 894, 32768: 1769, 65536: 3618, 13107
 def test_the_published_coefficients_fit_the_published_measurements() -> None:
     for num_tokens, took_ms in MEASURED_MS.items():
         assert PUBLISHED.ns(Work(num_tokens).terms()) == pytest.approx(took_ms * 1e6, rel=0.015)
-    found, residual = fit([(Work(num).terms(), took_ms * 1_000_000) for num, took_ms in MEASURED_MS.items()])
+    found = fit([(Work(num).terms(), took_ms * 1_000_000) for num, took_ms in MEASURED_MS.items()])
     for num_tokens, took_ms in MEASURED_MS.items():
         assert found.ns(Work(num_tokens).terms()) == pytest.approx(took_ms * 1e6, rel=0.015)
-    assert found.block_ns == 0.0 and residual < 0.01
+    assert found.block_ns == 0.0
 
 
 def test_pairs_are_those_that_are_looked_at() -> None:
@@ -72,8 +72,7 @@ def test_what_was_made_of_coefficients_gives_their_times_again(
         Work(int(num_new), int(num_cached), 0, int(num_cached) // 128).terms()
         for num_new, num_cached in zip(draw.integers(1, 50_000, 30), draw.integers(0, 200_000, 30), strict=True)
     ]
-    found, residual = fit([(work, truth.ns(work)) for work in works])
-    assert residual < 1e-3
+    found = fit([(work, truth.ns(work)) for work in works])
     for work in works:
         assert found.ns(work) == pytest.approx(truth.ns(work), rel=0.02)
 
@@ -84,17 +83,16 @@ def test_outliers_are_left_out() -> None:
     samples = [(work, PUBLISHED.ns(work) * draw.normal(1, 0.02)) for work in works]
     for number in range(0, 60, 10):
         samples[number] = (samples[number][0], samples[number][1] * 9)
-    found, residual = fit(samples)
-    assert residual < 0.05
+    found = fit(samples)
     for work in works:
         assert found.ns(work) == pytest.approx(PUBLISHED.ns(work), rel=0.1)
 
 
 def test_nothing_is_negative_and_little_is_enough() -> None:
-    found, _ = fit([(Work(100).terms(), 1_000_000)])
+    found = fit([(Work(100).terms(), 1_000_000)])
     assert found.ns(Work(100).terms()) == pytest.approx(1_000_000, rel=0.01)
     longer_is_faster = [(Work(100).terms(), 5_000_000), (Work(1000).terms(), 1_000_000)]
-    found, _ = fit(longer_is_faster)
+    found = fit(longer_is_faster)
     assert min(found.step_ns, found.token_ns, found.pair_ns, found.block_ns) >= 0
     with pytest.raises(ValueError, match="nothing to fit"):
         fit([])
