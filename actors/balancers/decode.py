@@ -44,7 +44,8 @@ class RoomiestInTurn:
                 if (wait := self._waits.get(route.request_id)) is not None:
                     wait.asked_s, wait.is_waiting = now_s, False  # it keeps its turn: it may be refused yet
                 return _roomiest(open_ones, rooms, route)
-        self._waits.setdefault(route.request_id, _Wait(route, now_s)).ask_again(now_s)
+        if any(room.can_ever_hold(route) for room in rooms):  # else nobody waits for it
+            self._waits.setdefault(route.request_id, _Wait(route, now_s)).ask_again(now_s)
         raise Full(_why_not(rooms, route, len(older)))
 
     def _older(self, request_id: str, now_s: float) -> list[Route]:

@@ -146,8 +146,8 @@ PUBLISHED = Cost(step_ns=36.7e6, token_ns=50.5e3, pair_ns=0.134, block_ns=0.0)
 
 
 def fit(samples: Sequence[tuple[Terms, float]]) -> Cost:
-    """The coefficients, none of them negative, that fit measured (terms, nanoseconds) best. Errors count relative to the
-    time: a short prompt matters as much as a long one.
+    """The coefficients, none of them negative, that fit measured (terms, nanoseconds) best. Errors count relative to
+    the time: a short prompt matters as much as a long one.
 
     Measurements that are far off are left out. Raises ValueError when there is none.
     """

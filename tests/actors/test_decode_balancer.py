@@ -142,8 +142,9 @@ class TestChoice:
         rank = Rank("d0", capacity=1024)
         rank.slots.max_tokens = 1 << 20
         balancer = Balancer([rank])
-        with pytest.raises(Full, match="needs room for 2048 tokens, the largest decode replica has 1024"):
-            balancer.choose(route("r", 2000, 1))
+        for number in range(NUM_FIRST):
+            with pytest.raises(Full, match="needs room for 2048 tokens, the largest decode replica has 1024"):
+                balancer.choose(route(f"r{number}", 2000, 1))
         assert balancer.choose(route("s", 900, 1)) == "d0"
 
     def test_equals_are_told_apart_by_the_output_to_come_then_by_chance(self) -> None:
