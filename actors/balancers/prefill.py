@@ -111,6 +111,7 @@ def wait_s(replica: Replica, cost_s: float, now_s: float) -> float:
         before_ns += min(held.ns, most_ns)
     num_others = replica.num_requests - len(replica.reserved)
     before_ns += min(max(0.0, left_s * 1e9 - own_ns), num_others * most_ns)
+    before_ns = min(before_ns, replica.num_unfinished * most_ns)  # some may only wait to be handed over
     return min(left_s, (before_ns + STEP_NS) / 1e9)
 
 

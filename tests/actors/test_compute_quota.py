@@ -26,6 +26,14 @@ def test_the_least_of_outstanding_and_cost_in_the_replicas_own_time() -> None:
     assert Pool(many, idle).route(route(4000)) == "p1"  # each of them as long as it is itself, and a step
 
 
+def test_what_only_waits_to_be_handed_over_is_not_waited_for() -> None:
+    pool = Pool(load("p0"), load("p1", left_s=2.5, reservations=(90, 91)))
+    for number in range(4):
+        pool.ledger.reserve(number, pool.ledger._replicas["p0"], route(), pool.now_s)
+    pool.hear(load("p0", seq=2, left_s=50.0, reservations=(0, 1, 2, 3, 92), num_unfinished=1))
+    assert pool.route() == "p0"  # one second of the only one that is left, and a step
+
+
 def test_case_8_a_shared_prompt_is_spread_like_any_other() -> None:
     pool = Pool(*(load(f"p{number}") for number in range(4)))
     shared = route(256, num_cached=8192, num_replayed=128, num_blocks=64)
