@@ -58,7 +58,7 @@ class Meter:
     @property
     def residual(self) -> float:
         """The median error of what was foretold of recent steps, each before it was known, as a part of what they took;
-        0 before the first."""
+        0 before the first, and when what was given has just been replaced by what was measured."""
         return statistics.median(self._errors) if self._errors else 0.0
 
     def add(self, terms: Terms, took_ns: float) -> None:
@@ -71,6 +71,8 @@ class Meter:
         self._errors.append(abs(foretold_ns / took_ns - 1))
         self._slowness.append(took_ns / max(foretold_ns, 1.0))
         self._num_steps += 1
+        if self._num_steps == _ENOUGH:
+            self._errors.clear()  # of what was given: nothing more is foretold by that
         size = (_magnitude(terms.tokens), _magnitude(terms.context), terms.tail_tokens > 0)
         self._sizes.setdefault(size, deque(maxlen=_KEPT)).append(_Step(self._num_steps, terms, took_ns))
         if self._num_steps >= _ENOUGH and (self._has_drifted() or self._is_due()):

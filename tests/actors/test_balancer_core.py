@@ -200,5 +200,5 @@ class Releases(RuleBasedStateMachine):
         assert not ledger._holder
 
 
-Releases.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
+Releases.TestCase.settings = settings(max_examples=40, stateful_step_count=25)
 TestReleases = Releases.TestCase

@@ -38,6 +38,7 @@ def test_what_was_given_counts_until_there_is_enough() -> None:
         meter.add(Work(100).terms(), 1e12)
     assert meter.cost == TRUTH and meter.residual > 0.9
     meter.add(Work(100).terms(), 1e12)
+    assert meter.residual == 0.0
     assert meter.cost.ns(Work(100).terms()) == pytest.approx(1e12, rel=0.01)
 
 
@@ -46,6 +47,7 @@ def test_the_sweep_is_enough_for_prompts_of_all_sizes() -> None:
     for work in WORKS:
         assert meter.cost.work_ns(work) == pytest.approx(TRUTH.work_ns(work), rel=0.15), work
     assert meter.cost.step_tokens == 512
+    assert meter.residual < 0.5  # what was believed before is not counted
 
 
 @given(st.floats(0.4, 2.5), st.integers(0, 2**32 - 1))
