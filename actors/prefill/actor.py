@@ -255,8 +255,7 @@ class Prefill(Actor):
         """Give the engine what was loaded for a job, and note how long that takes."""
         began_s = self.now_s()
         await self.loader.resume(job, self._engine)
-        took_ns = (self.now_s() - began_s) * 1e9
-        self.batch.meter.add(Terms(steps=0, blocks=job.restored.hit.num_blocks), took_ns)
+        self.batch.meter.add(Terms(steps=0, blocks=job.restored.hit.num_blocks), (self.now_s() - began_s) * 1e9)
         if job.is_returned:
             self._drop(job)
 
@@ -282,12 +281,14 @@ class Prefill(Actor):
                 self._engine.free(job.id)
 
     async def _finish(self, job: Job) -> bool:
-        """The prompt is computed: send its state on its way. The engine still has it. False if it has none."""
+        """The prompt is computed: send its state on its way. The engine has it. False if there is nothing to send."""
         try:
             state = await self._engine.export(job.id)
         except ValueError:
             log.exception("prefill %s: the state of a request cannot be exported", self.id)
             await self._reject(job, Failure(code=Code.INTERNAL, message="the prompt cannot be computed"))
+            return False
+        if job.is_cancelled:
             return False
         self.batch.remove(job)
         job.images = []  # of no use any more, and large

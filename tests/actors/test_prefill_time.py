@@ -164,6 +164,27 @@ def test_a_cancel_before_the_first_token_gives_its_quota_back_within_a_step() ->
     run_virtual(main())
 
 
+class SlowToExport(TimedEngine):
+    async def export(self, key: str) -> bytes:
+        await asyncio.sleep(1.0)
+        return await super().export(key)
+
+
+def test_a_cancel_while_its_state_is_exported_asks_decode_for_nothing() -> None:
+    async def main() -> None:
+        async with core(0, 1) as system:
+            await system.add_prefill("p0", SlowToExport(info(), VOCABULARY))
+            decode = system.actors["decode-balancer/db0"]
+            before = vars(decode)["_next_reservation"]
+            await system.send(submit("r1", num_tokens=100))
+            await asyncio.sleep(0.5)
+            assert (await system.cancel("r1")).was_running
+            assert await quiet(system) == {}
+            assert vars(decode)["_next_reservation"] == before
+
+    run_virtual(main())
+
+
 def test_decode_is_asked_for_room_by_tenant_and_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         asked: list[Route] = []
