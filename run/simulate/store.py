@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from actors.prefill.job import Job, Loading
 from actors.prefill.disk import Loader
+from actors.prefill.job import Job, Loading
 from actors.prefill.restore import Fetched
 from actors.rules.chain import KEY_BYTES
 from actors.rules.location import LOCATION_BYTES

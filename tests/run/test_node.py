@@ -176,7 +176,7 @@ def test_only_a_process_that_computes_imports_torch(nats_server: ServerConfig, t
         "import run.node, run.up\n"
         "async def main():\n"
         "    front = read_cluster(DEFAULT_CLUSTER)[-1]\n"
-        "    assert front.name == 'front' and len(front.members) == 9\n"
+        "    assert front.name == 'front' and len(front.members) == 10\n"
         "    bus = Bus(MemoryWire(MemoryBroker()))\n"
         "    settings = Settings.from_environment({'SHOAL_STORE': sys.argv[1]})\n"
         "    for member in front.members:\n"
