@@ -6,6 +6,7 @@ It keeps the Engine contract, with answers that are known beforehand: what a pol
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import random
 import struct
@@ -123,12 +124,10 @@ class SimEngine:
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         if num_steps > 1:
-            try:
+            with contextlib.suppress(TimeoutError):  # nothing happens: the usual case
                 async with asyncio.timeout(num_steps * step_s):
                     await self._news.wait()
                 num_steps = min(num_steps, max(1, math.ceil((loop.time() - began_s) / step_s - 1e-9)))
-            except TimeoutError:
-                pass  # nothing happened
         await asyncio.sleep(began_s + num_steps * step_s - loop.time())
         self.busy_s += num_steps * step_s
         return [self._advance(request, answer, num_steps) for request, answer in requests]
