@@ -15,8 +15,8 @@ FORGOTTEN_S = 2.0
 """Who has not asked again for so long has lost its turn. Who waits asks some ten times a second."""
 
 PLACED_S = 0.25
-"""Nor is room set aside for who has not asked again for so long: another balancer has found it a place, as a rule. With two
-of them and 100 that wait for 64 slots, 94 % of the slots are in use, 95 % with one; at 2 s it is 85 %."""
+"""Nor is room set aside for who has not asked again for so long: another balancer has found it a place, as a rule. With
+two of them and 100 that wait for 64 slots, 94 % of the slots are in use, 95 % with one; at 2 s it is 85 %."""
 
 NUM_FIRST = 32
 """The oldest that wait get the room there is. Others wait behind them unseen, so that a long queue costs little."""
