@@ -79,11 +79,11 @@ class TestRequest:
         assert not ended.must_be_placed()
 
     def test_a_route_says_what_is_to_be_done_for_whom_and_until_when(self) -> None:
-        route = Request(
-            submit(num_tokens=300, tenant="acme", limits=Limits(max_tokens=1, deadline_ns=9)), itertools.count(1), 0.0
-        ).route()
+        limits = Limits(max_tokens=1, deadline_ns=9)
+        submitted = submit(num_tokens=300, tenant="acme", limits=limits, exact=True)
+        route = Request(submitted, itertools.count(1), 0.0).route()
         assert (route.num_new, route.num_cached, route.num_replayed, route.num_blocks) == (300, 0, 0, 0)
-        assert (route.tenant, route.deadline_ns) == ("acme", 9)
+        assert (route.tenant, route.deadline_ns, route.is_exact) == ("acme", 9, True)
 
     def test_tokens_of_another_epoch_do_not_count(self) -> None:
         request = decoding()
