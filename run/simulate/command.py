@@ -6,6 +6,7 @@ import json as json_module
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 from rich.console import Console
@@ -75,18 +76,20 @@ def simulate(
     json
         Print one JSON object in place of a table.
     plot
-        Draw it too, into this PNG file. Needs matplotlib: pip install 'shoal[plots]'.
+        Draw it too, into this PNG file. Needs matplotlib: pip install -e '.[plots]'.
     """
     began_s = time.monotonic()
     if plot is not None:
         plots.need_matplotlib()
+        if not plot.absolute().parent.is_dir():
+            raise SettingsError(f"--plot {plot}: there is no folder {plot.absolute().parent}")
     if cluster is not None:
         prefill, decode = _replicas(cluster)
     options = Options(_names(policies), prefill, decode, LOAD if load is None else load, seed, overlap_weight)
     _check(options, requests)
     if speed is not None:
-        if load is not None or speed <= 0 or trace in WORKLOADS:
-            raise SettingsError(f"--speed {speed:g}: above 0, without --load, and for a trace only")
+        if load is not None or not 0 < speed < inf or trace in WORKLOADS:
+            raise SettingsError(f"--speed {speed:g}: a number above 0, without --load, and for a trace only")
         options = replace(options, load=None)
 
     from run.simulate.runner import simulate as run  # brings all actors with it
@@ -101,12 +104,12 @@ def simulate(
         results = run(arrivals, options, lambda name, done: bars.update(tasks[name], completed=done))
     found = report(results, time.monotonic() - began_s)
     title = f"{Path(trace).name}: {len(arrivals):,} requests on {prefill} + {decode} replicas"
-    if plot is not None:
-        plots.plot(results, title, plot)
     if json:
         print(json_module.dumps(found))
     else:
         Console().print(table(found, title))
+    if plot is not None:
+        plots.plot(results, title, plot)
 
 
 def _names(policies: str) -> tuple[str, ...]:
@@ -127,7 +130,7 @@ def _check(options: Options, requests: int) -> None:
     if options.num_prefill < 1 or options.num_decode < 1:
         raise SettingsError(f"--prefill {options.num_prefill}, --decode {options.num_decode}: at least one of each")
     if options.load is not None and not 0 < options.load <= 10:
-        raise SettingsError(f"--load {options.load:g}: a part of prefill's time, such as 0.8")
+        raise SettingsError(f"--load {options.load:g}: a part of prefill's time, above 0 and at most 10, such as 0.8")
     if requests < 0 or options.overlap_weight < 0:
         raise SettingsError("--requests and --overlap-weight may not be negative")
 

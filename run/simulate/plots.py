@@ -19,7 +19,7 @@ def need_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise SettingsError("--plot needs matplotlib: pip install 'shoal[plots]'") from None
+        raise SettingsError("--plot needs matplotlib: .venv/bin/pip install -e '.[plots]'") from None
 
 
 def plot(results: Mapping[str, Result], title: str, path: Path) -> None:

@@ -14,6 +14,7 @@ from bus.actor import Actor, Envelope, Handler
 from bus.bulk import Bulk
 from bus.bus import Bus, BusError
 from bus.subjects import RECIPE_TOKENS, SUBMIT, Subject
+from run.settings import SettingsError
 from run.simulate.arrival import Arrival
 from run.simulate.cluster import Cluster
 from run.simulate.options import Options, Outcome, Progress, Result
@@ -25,6 +26,9 @@ from schemas.request import End, Failed, Finished, Limits, Sampling, Submit, Tak
 
 WARM_S = 20.0
 """Before the first request: everyone has heard of everyone, and no replica counts as new."""
+
+MAX_SPAN_S = 3 * 86_400.0
+"""Longer ones take hours to simulate, whatever is in them: reports go on."""
 
 MAX_OUTPUT = 4096
 """What every request allows its answer, as clients do that do not know how long it will be."""
@@ -88,9 +92,12 @@ class Clients(Actor):
 def simulate(
     arrivals: Sequence[Arrival], options: Options, progress: Progress = lambda policy, done: None
 ) -> dict[str, Result]:
-    """What each policy makes of these requests."""
+    """What each policy makes of these requests. Raises SettingsError when they take longer than MAX_SPAN_S."""
     truth = Truth()
     arrivals = paced(arrivals, options, truth)
+    if (span_s := arrivals[-1].at_s - arrivals[0].at_s) > MAX_SPAN_S:
+        days = MAX_SPAN_S / 86_400
+        raise SettingsError(f"the requests come in {span_s:,.0f} simulated seconds, more than {days:g} days")
     found = {}
     for policy in options.policies:
         began_s = time.perf_counter()
@@ -137,7 +144,7 @@ async def _run(
         clients.spawn(clients.ask(id, arrival, number))
         if number % 100 == 0:
             progress(number / len(ids))
-    await clients.is_done.wait()
+    await _done(clients, cluster)
     virtual_s = loop.time() - began_s
     outcomes = [
         _outcome(clients, id, arrival, began_s, truth) for id, arrival in zip(ids, arrivals, strict=True)
@@ -147,6 +154,17 @@ async def _run(
     await cluster.stop()
     progress(1.0)
     return Result(outcomes, prefill_s, decode_s, virtual_s, 0.0)
+
+
+async def _done(clients: Clients, cluster: Cluster) -> None:
+    """Every request has ended. Raises what ended an actor before that: nobody restarts one here."""
+    done = asyncio.create_task(clients.is_done.wait())
+    await asyncio.wait([done, *cluster.tasks.values()], return_when=asyncio.FIRST_COMPLETED)
+    if not done.done():
+        done.cancel()
+        for task in cluster.tasks.values():
+            if task.done():
+                task.result()
 
 
 def _outcome(clients: Clients, id: str, arrival: Arrival, began_s: float, truth: Truth) -> Outcome:

@@ -15,6 +15,7 @@ TRACE_TOKENS = 512
 """Of a block of Mooncake's traces: four of ours."""
 
 SUB_BLOCKS = num_blocks(TRACE_TOKENS)
+MAX_ID = 1 << 60
 AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 
 _EVERY = 500
@@ -88,8 +89,8 @@ def _mooncake(rows: list[str]) -> Iterator[Arrival]:
             raise ValueError("not a JSON object")
         at_ms, num_tokens, num_output = (_count(row, key) for key in ("timestamp", "input_length", "output_length"))
         ids = row.get("hash_ids")
-        if not isinstance(ids, list) or not all(type(id) is int and id >= 0 for id in ids):
-            raise ValueError("hash_ids must be a list of whole numbers, not negative")
+        if not isinstance(ids, list) or not all(type(id) is int and 0 <= id < MAX_ID for id in ids):
+            raise ValueError(f"hash_ids must be a list of whole numbers, from 0 to below {MAX_ID:,}")
         if len(ids) != -(-num_tokens // TRACE_TOKENS):
             raise ValueError(f"{len(ids)} hash_ids do not fit an input_length of {num_tokens}: one for each 512 tokens")
         blocks = tuple(SUB_BLOCKS * id + part for id in ids for part in range(SUB_BLOCKS))
@@ -111,9 +112,9 @@ def _azure(rows: list[str]) -> Iterator[Arrival]:
             raise ValueError(f"{len(fields)} fields where there should be {AZURE_HEADER}")
         when = datetime.fromisoformat(fields[0].strip()).replace(tzinfo=None)  # some traces name the zone
         at_s = (when - datetime(1970, 1, 1)).total_seconds()
+        if not (fields[1].strip().isdecimal() and fields[2].strip().isdecimal() and int(fields[1]) > 0):
+            raise ValueError(f"{fields[1]} ContextTokens, {fields[2]} GeneratedTokens: whole numbers, at least 1 and 0")
         num_tokens, num_output = int(fields[1]), int(fields[2])
-        if num_tokens < 1 or num_output < 0:
-            raise ValueError(f"{num_tokens} ContextTokens, {num_output} GeneratedTokens")
         blocks = tuple(range(used, used + num_blocks(num_tokens)))
         used += len(blocks)
         yield Arrival(at_s, num_tokens, max(1, num_output), blocks)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kernels.engine import Admission, EngineInfo, Sampling
+from run.settings import SettingsError
 from run.simulate.agents import chat
 from run.simulate.arrival import Arrival, num_blocks, tokens_of
 from run.simulate.engine import SimEngine
@@ -133,3 +134,18 @@ def test_a_million_tokens_amid_chat() -> None:
     assert amid.outcomes[20].failed is None and amid.outcomes[20].ttft_s > 100
     del amid.outcomes[20]
     assert p99(amid) < 1.5 * p99(without)
+
+
+def test_an_actor_that_crashes_ends_the_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Truth, pieces: object) -> float:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(Truth, "prefill_ns", broken)
+    with pytest.raises(RuntimeError, match="planted"):
+        simulate(workload(3), Options(("quota",), num_prefill=1, num_decode=1, load=None))
+
+
+def test_what_would_take_for_ever_is_refused() -> None:
+    late = [Arrival(0.0, 10, 1, (1,)), Arrival(1e12, 10, 1, (2,))]
+    with pytest.raises(SettingsError, match="more than 3 days"):
+        simulate(late, Options(("quota",), load=None))

@@ -186,7 +186,7 @@ class TestCommand:
 
     def test_without_matplotlib_it_says_what_to_do(self, runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "matplotlib", None)
-        with pytest.raises(SettingsError, match=r"pip install 'shoal\[plots\]'"):
+        with pytest.raises(SettingsError, match=r"pip install -e '.\[plots\]'"):
             command.simulate("chat", plot=Path("any.png"))
         assert not runs.asked
 
