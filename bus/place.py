@@ -37,7 +37,7 @@ async def place(
 
     Raises what `attempt` raises, and the balancer's `BusError` after `patience_s`. When that says how long it will be
     until there is room, it is raised at once if this is longer than there is patience, and if `wanted` has a deadline:
-    that comes nearer as fast as the room.
+    that comes nearer as fast as the room. So is its word that nobody can meet the deadline, which names it.
     """
     loop = asyncio.get_running_loop()
     give_up_s = loop.time() + patience_s
@@ -65,7 +65,8 @@ async def place(
 def _is_worth_waiting(failure: Failure, wanted: Route, patience_s: float) -> bool:
     if failure.code is Code.OVERLOADED and failure.retry_after_s > 0:
         return not wanted.deadline_ns and failure.retry_after_s <= patience_s
-    return patience_s >= 0
+    is_too_late = failure.code is Code.DEADLINE_EXCEEDED and failure.field  # without a field, the balancer was silent
+    return patience_s >= 0 and not is_too_late
 
 
 def _pause_s(failure: Failure, chance: float) -> float:

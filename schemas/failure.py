@@ -61,7 +61,7 @@ FAILURES: dict[Code, Row] = {
     Code.NO_RESPONDERS: Row(503, True, "retry in a moment: the component is not running; look at `shoal status`"),
     Code.OVERLOADED: Row(503, True, "retry later, or add replicas"),
     Code.SHUTTING_DOWN: Row(503, True, "retry: the system is stopping"),
-    Code.DEADLINE_EXCEEDED: Row(504, True, "retry with a later deadline or a smaller request"),
+    Code.DEADLINE_EXCEEDED: Row(504, False, "send it with a later deadline, or a smaller request"),
 }
 
 

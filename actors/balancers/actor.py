@@ -80,8 +80,8 @@ class Balancer(Actor):
             try:
                 replica = self._choice(eligible, route, now_s, self.bus.seams.clock_ns())
             except Full as full:
-                failure = Failure(code=Code.OVERLOADED, message=str(full), retry_after_s=full.retry_after_s)
-                raise BusError(failure) from None
+                why = Failure(code=full.code, message=str(full), field=full.field, retry_after_s=full.retry_after_s)
+                raise BusError(why) from None
             self._next_reservation += 1
             reservation = self._next_reservation
             self.ledger.reserve(reservation, replica, route, now_s)

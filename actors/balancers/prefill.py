@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 
-from actors.balancers.choice import Full
+from actors.balancers.choice import Full, TooLate
 from actors.balancers.ledger import Replica
 from actors.rules.cost import STEP_NS
 from schemas.routing import Route
@@ -24,9 +25,6 @@ MAX_WAIT_S = 240.0
 """Queueing longer than this is hopeless, also without a deadline. Both official SDKs give up after 600 s: this leaves
 two minutes to compute the longest prompt, and four to answer."""
 
-TOO_LATE_S = 1.0
-"""After which to come again, with a later deadline, when prefill alone takes longer than this one allows."""
-
 
 class ComputeQuota:
     """The replica that would be done first: argmin of (wait + cost) / ramp, in the replica's own nanoseconds.
@@ -36,7 +34,8 @@ class ComputeQuota:
 
     Whose work waits there does not matter to the choice. It matters to whether there is one: tenants are served in
     turns (see prefill). When even so, and anywhere, it would wait past its deadline, or for MAX_WAIT_S, the request is
-    refused: the tenant that floods is refused first.
+    refused: the tenant that floods is refused first. So is what no replica, full or not, could compute by its deadline
+    if it had nothing else to do: no time to come again is given for that.
 
     `seed` decides among equals, differently in each balancer, so that several do not fill the same one first.
     """
@@ -46,21 +45,27 @@ class ComputeQuota:
         self._ranks: dict[str, bytes] = {}
 
     def __call__(self, replicas: Sequence[Replica], route: Route, now_s: float, now_ns: int) -> Replica:
-        scores = []
+        scores, room_s, least_s = [], _room_s(route, now_ns), math.inf
         for replica in replicas:
-            if replica.is_full:
-                continue
             cost_s = replica.cost_ns(route) / 1e9
+            least_s = min(least_s, cost_s)
+            if replica.is_full or cost_s > room_s:
+                continue
             end_s = (wait_s(replica, cost_s, now_s) + cost_s) / ramp(now_s - replica.since_s)
             scores.append((end_s, cost_s, replica))
+        if room_s <= 0:
+            raise TooLate("the deadline of the request has passed")
+        if least_s > room_s:
+            raise TooLate(f"computing it takes about {_seconds(least_s)}, its deadline leaves {_seconds(room_s)}")
         if not scores:
-            raise Full(f"all {len(replicas)} prefill replicas are full")
+            fit = "" if math.isinf(room_s) else " that can compute it in time"
+            raise Full(f"all prefill replicas{fit} are full")
         first_s, cost_s, _ = min(scores, key=lambda score: score[0])
         equals = [score for score in scores if score[0] <= first_s + EQUAL_PART * cost_s]
         _, cost_s, best = min(equals, key=lambda score: self._order(score[2]))
-        most_s = _most_wait_s(route, cost_s, now_ns)
+        most_s = min(MAX_WAIT_S, room_s - cost_s)
         if best.left_s(now_s) > most_s and fair_wait_s(best, route.tenant, cost_s, now_s) > most_s:
-            return _soonest([(cost_s, replica) for _, cost_s, replica in scores], route, now_s, now_ns)
+            return _soonest([(cost_s, replica) for _, cost_s, replica in scores], route, now_s, room_s)
         return best
 
     def _order(self, replica: Replica) -> tuple[float, bytes]:
@@ -72,23 +77,25 @@ class ComputeQuota:
         return replica.free_s, rank
 
 
-def _most_wait_s(route: Route, cost_s: float, now_ns: int) -> float:
-    """How long a request that takes `cost_s` may wait; negative if it is too late already."""
-    return min(MAX_WAIT_S, (route.deadline_ns - now_ns) / 1e9 - cost_s) if route.deadline_ns else MAX_WAIT_S
+def _room_s(route: Route, now_ns: int) -> float:
+    """How long it is until its deadline; negative when that is over."""
+    return (route.deadline_ns - now_ns) / 1e9 if route.deadline_ns else math.inf
 
 
-def _soonest(costs: Sequence[tuple[float, Replica]], route: Route, now_s: float, now_ns: int) -> Replica:
+def _soonest(costs: Sequence[tuple[float, Replica]], route: Route, now_s: float, room_s: float) -> Replica:
     """Where it would be done first as tenants are served in turns, given what it costs where. Raises Full if even that
     is too late."""
     waits = [(fair_wait_s(replica, route.tenant, cost_s, now_s), cost_s, replica) for cost_s, replica in costs]
     before_s, cost_s, best = min(waits, key=lambda wait: wait[0] + wait[1])
-    most_s = _most_wait_s(route, cost_s, now_ns)
-    if most_s < 0:  # no wait would help, so there is no telling after which
-        raise Full("prefill takes longer than its deadline allows", before_s + TOO_LATE_S)
+    most_s = min(MAX_WAIT_S, room_s - cost_s)
     if before_s > most_s:
         why = "is hopeless" if most_s == MAX_WAIT_S else "is later than its deadline allows"
         raise Full(f"to wait {before_s:.1f} s for prefill {why}", before_s - most_s)
     return best
+
+
+def _seconds(time_s: float) -> str:
+    return f"{time_s:.1f} s" if time_s >= 1 else f"{time_s:.2g} s"
 
 
 def ramp(age_s: float) -> float:

@@ -13,7 +13,7 @@ from opentelemetry.trace import Span
 
 from actors.entrypoint.lookup import INLINE_TOKENS, Found, Names, Touched, can_be_named, gather, name, plan, scatter
 from actors.entrypoint.peers import Peers
-from actors.entrypoint.request import MAX_RETURNS, Owner, Request, end_by, failed
+from actors.entrypoint.request import MAX_RETURNS, OVERDUE, Owner, Request, end_by, failed
 from actors.entrypoint.shard import Shard
 from actors.rules.outbox import Outbox
 from actors.rules.spans import end_span
@@ -178,6 +178,8 @@ class Entrypoint(Actor):
             try:
                 request.prompt = request.prompt or await self._bulk.unwrap(request.submit.prompt)
                 while request.must_be_placed():
+                    if request.is_overdue(self.bus.seams.clock_ns()):
+                        raise BusError(OVERDUE)
                     if request.num_returns > MAX_RETURNS:
                         raise fail(Code.INTERNAL, "prefill returned the request that it was given with all its images")
                     await self._look_up(request)
@@ -192,7 +194,7 @@ class Entrypoint(Actor):
                         is_over=lambda: request.end is not None,
                     )
             except BusError as error:
-                self._end(request, failed(error.failure))
+                self._end(request, request.failed_by(error.failure, self.bus.seams.clock_ns()))
         request.is_placing = False  # it may be returned from now on
         self._let_go(request)
         if request.end is not None:
@@ -314,8 +316,7 @@ class Entrypoint(Actor):
             await asyncio.sleep(WATCH_S)
             now_s = self.now_s()
             for request in self.shard.overdue(self.bus.seams.clock_ns()):
-                failure = Failure(code=Code.DEADLINE_EXCEEDED, message="the deadline of the request has passed")
-                self._end(request, failed(failure))
+                self._end(request, failed(OVERDUE))
                 self._free(request)
             for owner, requests in self.shard.silent(now_s).items():
                 for request in requests:

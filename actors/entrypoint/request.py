@@ -14,7 +14,7 @@ from actors.rules.chain import BLOCK_TOKENS
 from actors.rules.hit import Hit
 from schemas.bulk import Handle, Payload
 from schemas.cache import HitShortened
-from schemas.failure import Failure
+from schemas.failure import Code, Failure
 from schemas.handover import Claimed, ClaimRefused, Dispatch
 from schemas.message import Role
 from schemas.request import Cancelled, CancelReason, End, Failed, Finished, FinishReason, Submit
@@ -90,6 +90,16 @@ class Request:
     def must_be_placed(self) -> bool:
         """It waits for a prefill replica."""
         return self.owner is None and self.end is None
+
+    def is_overdue(self, now_ns: int) -> bool:
+        """Is its deadline over?"""
+        return 0 < self.submit.limits.deadline_ns < now_ns
+
+    def failed_by(self, failure: Failure, now_ns: int) -> Failed:
+        """How it ends for what was answered, or not in time: that somebody was silent is not its own deadline."""
+        if failure.code is not Code.DEADLINE_EXCEEDED or failure.field:
+            return failed(failure)
+        return failed(OVERDUE if self.is_overdue(now_ns) else structs.replace(failure, code=Code.WORKER_LOST))
 
     def to_encode(self) -> list[EncodeImage]:
         """What vision has still to do for it."""
@@ -244,6 +254,9 @@ class Request:
         self.ended_s = now_s
         self.prompt, self.names, self.plan = b"", None, None
         return True
+
+
+OVERDUE = Failure(code=Code.DEADLINE_EXCEEDED, message="the deadline of the request has passed", field="deadline")
 
 
 def failed(failure: Failure) -> Failed:

@@ -92,7 +92,7 @@ class Shard:
 
     def overdue(self, now_ns: int) -> list[Request]:
         """Live requests past their deadline (unix time)."""
-        return [r for r in self.live() if 0 < r.submit.limits.deadline_ns < now_ns]
+        return [r for r in self.live() if r.is_overdue(now_ns)]
 
     def forget_old(self, now_s: float) -> None:
         """Drop what ended more than RETENTION_S ago."""

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 from msgspec import structs
 
-from actors.balancers.choice import Full
+from actors.balancers.choice import Full, TooLate
 from actors.balancers.prefill import MAX_WAIT_S, RAMP_S
 from actors.rules.cost import PUBLISHED, Work
 from tests.actors.pools import BY_TOKEN, OLD_S, SECOND, Pool, load, route
@@ -177,12 +177,28 @@ def test_a_little_of_a_tenant_does_not_wait_for_much_of_its_own() -> None:
         Pool(structs.replace(one, num_waiting=4)).choose(route(1000, deadline_ns=soon))
 
 
-def test_what_takes_longer_than_its_deadline_is_refused_and_not_told_to_come_after_years() -> None:
-    pool = Pool(load("p0"))
-    for deadline_ns in (1, int((pool.now_s + 3.0) * SECOND)):  # over, and too soon
-        with pytest.raises(Full, match="longer") as refused:
-            pool.choose(route(5000, deadline_ns=deadline_ns))
-        assert refused.value.retry_after_s == 1.0
+@pytest.mark.parametrize("left_s", [0.0, 50.0])
+def test_what_alone_takes_longer_than_its_deadline_is_not_told_to_come_again(left_s: float) -> None:
+    slow = dataclasses.replace(BY_TOKEN, token_ns=4e6)
+    pool = Pool(load("p0", left_s=left_s, reservations=(90,)), load("p1", cost=slow))
+    too_soon = r"computing it takes about 5\.0 s, its deadline leaves 0\.5 s"
+    for at_s, why in ((pool.now_s - 1.0, "has passed"), (pool.now_s, "has passed"), (pool.now_s + 0.5, too_soon)):
+        with pytest.raises(TooLate, match=why) as refused:
+            pool.choose(route(5000, deadline_ns=int(at_s * SECOND)))
+        assert refused.value.retry_after_s == 0.0
+
+
+def test_what_the_fast_one_can_do_in_time_waits_for_that_one() -> None:
+    """A slow replica that would be done first, and too late, is none to go by."""
+    slow = dataclasses.replace(BY_TOKEN, token_ns=4e6)
+    soon = int((OLD_S + 9.0) * SECOND)
+    fast, idle = load("p0", left_s=50.0, reservations=(90, 91, 92, 93)), load("p1", cost=slow)
+    with pytest.raises(Full, match="wait") as refused:
+        Pool(fast, idle).choose(route(5000, deadline_ns=soon))
+    assert not isinstance(refused.value, TooLate) and refused.value.retry_after_s > 0
+    with pytest.raises(Full, match="in time are full") as refused:
+        Pool(structs.replace(fast, capacity_requests=0), idle).choose(route(5000, deadline_ns=soon))
+    assert not isinstance(refused.value, TooLate)
 
 
 def test_before_it_is_refused_it_goes_where_its_tenant_has_the_least() -> None:

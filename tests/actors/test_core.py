@@ -305,6 +305,22 @@ def test_the_deadline_ends_a_request() -> None:
     run_virtual(main())
 
 
+@pytest.mark.parametrize(("left_ns", "why"), [(-1, "has passed"), (5_000_000, "computing it takes")])
+def test_a_deadline_that_cannot_be_met_ends_a_request_at_once(left_ns: int, why: str) -> None:
+    async def main() -> None:
+        async with core(cost=SLOW) as system:
+            await asyncio.sleep(12.2)  # long heard of, and not when deadlines are looked at
+            began_s = asyncio.get_running_loop().time()
+            limits = Limits(max_tokens=9, deadline_ns=int(began_s * 1e9) + left_ns)
+            _, end = await system.finish(submit("r1", num_tokens=500, limits=limits))
+            assert isinstance(end, Failed) and end.failure.code is Code.DEADLINE_EXCEEDED
+            assert why in end.failure.message and end.failure.retry_after_s == 0.0
+            assert asyncio.get_running_loop().time() - began_s < 0.1
+            assert await quiet(system) == {}
+
+    run_virtual(main())
+
+
 @pytest.mark.parametrize("victim", ["prefill/p0", "decode/d0"])
 @pytest.mark.parametrize("delay_s", [0.0, 0.02, 0.04, 0.06, 0.2])
 def test_a_killed_worker_ends_or_completes_its_requests_and_new_ones_succeed(victim: str, delay_s: float) -> None:

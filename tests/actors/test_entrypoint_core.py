@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from actors.entrypoint.request import Owner, Request, Verdict
+from actors.entrypoint.request import OVERDUE, Owner, Request, Verdict
 from actors.entrypoint.shard import RETENTION_S, SILENCE_S, Shard
 from actors.rules.hit import Hit
 from schemas.cache import HitShortened
+from schemas.failure import Code, Failure
 from schemas.handover import Claimed, ClaimRefused
 from schemas.message import Role
 from schemas.request import Cancelled, Finished, FinishReason, Limits, Resend
@@ -144,6 +145,15 @@ class TestShard:
         shard.finish(first, STOP, 1.0)
         assert shard.submit(submit(), 2.0) is not None
         assert shard.num_live == 1
+
+    def test_silence_is_a_lost_worker_and_no_deadline_but_its_own(self) -> None:
+        request = Shard("e0").submit(submit(limits=Limits(max_tokens=1, deadline_ns=1000)), 0.0)
+        assert request is not None
+        silence = Failure(code=Code.DEADLINE_EXCEEDED, message="no answer")
+        assert request.failed_by(silence, 1000).failure.code is Code.WORKER_LOST
+        assert request.failed_by(silence, 1001).failure == OVERDUE
+        full = Failure(code=Code.OVERLOADED, message="full", retry_after_s=1.0)
+        assert request.failed_by(full, 1001).failure == full
 
     def test_silent_owners_are_named_and_overdue_requests_found(self) -> None:
         shard = Shard("e0")

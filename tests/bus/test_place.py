@@ -116,6 +116,19 @@ def test_a_wait_that_is_of_no_use_is_refused_at_once(retry_after_s: float, deadl
     assert refused.value.__notes__ == ["after 0.000 s"]
 
 
+def test_what_nobody_can_do_by_its_deadline_is_refused_at_once() -> None:
+    late = Failure(code=Code.DEADLINE_EXCEEDED, message="it takes 5 s", field="deadline")
+    with pytest.raises(BusError) as refused:
+        placed([late] * 99, deadline_ns=10**12)
+    assert refused.value.failure == late and refused.value.__notes__ == ["after 0.000 s"]
+
+
+def test_a_balancer_that_was_silent_is_asked_again() -> None:
+    silent = Failure(code=Code.DEADLINE_EXCEEDED, message="no answer")
+    balancer, _, _ = placed([silent] * 2, deadline_ns=10**12)
+    assert len(balancer.routes) == 3
+
+
 def test_a_wait_that_grows_is_given_up_when_patience_is() -> None:
     with pytest.raises(BusError) as refused:
         placed([overloaded(1.0)] * 99)
