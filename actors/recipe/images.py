@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +46,9 @@ _MAGIC = {
     "WebP": re.compile(rb"RIFF....WEBP", re.DOTALL),
 }
 _DATA_URL = re.compile(r"data:([^;,]*+)[^,]*;base64,", re.IGNORECASE)  # repeats no group: that takes memory
+_NO_HOST = re.compile(r"[\x00-\x20\x7f<>^|]")
+"""What no name of a server holds."""
+
 _SPACE = re.compile(r"[ \t\r\n\f]+")
 _MARKER = "data:image/png;base64,"
 _NO_FILES = "files are not kept here: send the image itself, in base64"
@@ -249,7 +253,20 @@ def _at_url(where: str, url: Any) -> Source:
         raise Refusal(Code.BAD_REQUEST, message, where)
     if (num_bytes := len(url.encode(errors="replace"))) > MAX_URL_BYTES:
         raise Refusal(Code.BAD_REQUEST, f"{where}: the URL has {num_bytes} bytes, at most {MAX_URL_BYTES}", where)
+    if not _has_server(url):
+        raise Refusal(Code.BAD_REQUEST, f"{where}: the URL names no server, or no port of one", where)
     return Source(where, url=url)
+
+
+def _has_server(url: str) -> bool:
+    """Whether an http or https URL can lead anywhere, read as the fetcher does: any slashes before the server, of
+    either kind."""
+    try:
+        parts = urlsplit("//" + url.replace("\\", "/").partition(":")[2].lstrip("/"))
+        host = unquote(parts.hostname or "")
+        return host != "" and parts.port != 0 and not _NO_HOST.search(host)
+    except ValueError:  # a port that is none, brackets without an address
+        return False
 
 
 def _decode(where: str, mime: str, text: str) -> bytes:

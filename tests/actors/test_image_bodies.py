@@ -222,6 +222,22 @@ def test_a_url_is_left_to_be_fetched_and_has_an_end(eyes: Converter, protocol: P
         assert (failure.code, failure.field) == (Code.BAD_REQUEST, CONTENT[protocol])
 
 
+BROKEN = ["http://", "https:///", "http://exa mple.com/x.png", "http://exa%20mple.com/", "http://x.org:99999/x.png"]
+BROKEN += ["http://x.org:port/", "http://x.org:-1/", "http://x.org:0/", "http://:80/", "http://u:p@/x", "http://[::1/"]
+SOUND = ["http://x.org", "http://x.org:/a b.png?c=d e", "https://u:p@x.org:8443/", "http://[2001:db8::1]:80/", "http:///x"]
+SOUND += ["http://x.org\\my cat.png", "http://b\u00fccher.example/", "http://2130706433/", "http://my_host.x.org./?u=http://"]
+
+
+@pytest.mark.parametrize("protocol", GENERATING)
+def test_a_url_that_leads_nowhere_is_a_bad_request(eyes: Converter, protocol: Protocol) -> None:
+    for url in BROKEN:
+        failure = refused(eyes, protocol, body_of(protocol, at(protocol, url)))
+        assert (failure.code, failure.field) == (Code.BAD_REQUEST, CONTENT[protocol]), url
+        assert "no server" in failure.message
+    for url in SOUND:
+        assert read(eyes, protocol, body_of(protocol, "x", at(protocol, url))).images[0].url == url
+
+
 def test_the_image_that_failed_is_named_not_one_that_was_given_up_for_it() -> None:
     sources = [Source("a", url="http://a"), Source("b", url="http://b"), Source("c", data=RED)]
     given_up, failed = Failure(code=Code.CANCELLED, message="x"), Failure(code=Code.BAD_REQUEST, message="y")
