@@ -39,7 +39,7 @@ from bus.bus import Bus, BusError, fail
 from bus.stream import InStream, StreamReader
 from bus.subjects import CALL, EXITED, MAX_PUBLIC_BYTES, PROBE, RECIPE_CANCEL, STREAM, Address, Subject
 from schemas.api import PUBLIC, Answer, Call, Called, Probe, Protocol, StreamBatch
-from schemas.failure import Code
+from schemas.failure import Code, Failure
 from schemas.liveness import ProcessExited
 from schemas.message import Role
 from schemas.request import Cancel, CancelReason, Taken
@@ -126,7 +126,7 @@ class Gateway(Actor):
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         tenant = self._keys.tenant(headers)
         request_id = new_id(tenant or PUBLIC, self.bus.seams.random.getrandbits(128))
-        request = Request(scope["method"], scope["path"], headers, request_id)
+        request = Request(scope["method"], scope["path"], headers, request_id, self.bus.seams.clock_ns())
         if request.path == HEALTH_PATH and request.method == "GET":
             await send_reply(send, request.reply(*health(self.is_draining)))
             return
@@ -180,6 +180,8 @@ class Gateway(Actor):
 
     async def _call(self, request: Request, protocol: Protocol, tenant: str, upload: Upload, stream_id: int) -> Any:
         """Ask a recipe. Nothing of the body is held when it has answered, or failed to. Raises BusError."""
+        if isinstance(deadline_ns := request.deadline_ns(), Failure):
+            raise BusError(deadline_ns)
         body = await self._bulk.wrap(upload.body)
         call = Call(
             stream_id=stream_id,
@@ -188,6 +190,7 @@ class Gateway(Actor):
             body=body,
             tenant=tenant,
             request_id=request.request_id,
+            deadline_ns=deadline_ns,
         )
         try:
             return await self.bus.ask(CALL.any(), call, timeout_s=CALL_TIMEOUT_S)

@@ -26,6 +26,8 @@ DONE = b"data: [DONE]\n\n"
 """Ends a stream of Chat Completions; the other protocols end with an event of their own."""
 
 _RETRYABLE = {row.http_status: row.is_retryable for row in FAILURES.values()}
+TIMEOUT_HEADER = "shoal-timeout-s"
+_TIMEOUT = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 Headers = list[tuple[bytes, bytes]]
@@ -42,12 +44,25 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request line with its headers (lower-case names). `request_id` is ours; `label` is what the client calls it."""
+    """A request line with its headers (lower-case names), and the unix time of its arrival. `request_id` is ours;
+    `label` is what the client calls it."""
 
     method: str
     path: str
     headers: dict[str, str]
     request_id: str
+    arrived_ns: int = 0
+
+    def deadline_ns(self) -> int | Failure:
+        """The unix time by which the client wants its answer, 0 for no such wish; why it cannot be told."""
+        given = self.headers.get(TIMEOUT_HEADER)
+        if given is None:
+            return 0
+        timeout_ns = int(float(given) * 1e9) if _TIMEOUT.fullmatch(given) else 0
+        if timeout_ns <= 0:
+            why = f"{TIMEOUT_HEADER} must be a positive decimal number of seconds, such as 30 or 0.5"
+            return Failure(code=Code.BAD_REQUEST, message=why, field=TIMEOUT_HEADER)
+        return self.arrived_ns + timeout_ns
 
     @property
     def label(self) -> str:

@@ -100,6 +100,9 @@ class FakeEntrypoint(Actor):
         return Submitted(shard=self.id)
 
     async def _generate(self, submit: Submit) -> None:
+        if 0 < submit.limits.deadline_ns <= self.bus.seams.clock_ns():
+            late = Failure(code=Code.DEADLINE_EXCEEDED, message="too late", field="deadline")
+            await self.emit(submit.request_id, [], Failed(failure=late))
         for token in self.answer[: submit.limits.max_tokens]:
             await self.emit(submit.request_id, [token])
         is_cut = len(self.answer) > submit.limits.max_tokens

@@ -200,6 +200,32 @@ def test_who_finds_no_room_is_told_when_to_come_again(card: ModelCard, path: str
     asyncio.run(main(), debug=True)
 
 
+@pytest.mark.parametrize("path", BODIES)
+def test_a_client_says_how_long_it_waits(run_async: Run, card: ModelCard, path: str) -> None:
+    async def main() -> None:
+        async with edge(card) as system, http(system) as client:
+            for is_stream in (False, True):
+                body = {**BODIES[path], "stream": is_stream}
+                late = await client.post(path, json=body, headers={"Shoal-Timeout-S": "0.000000001"})
+                assert late.status_code == 504 and error_of(path, late.json())
+                error = late.json()["error"]
+                assert error.get("code", "deadline_exceeded") == "deadline_exceeded"
+                assert error["type"] == ("timeout_error" if path == MESSAGES_PATH else "server_error")
+                assert late.headers["x-should-retry"] == "false" and "retry-after" not in late.headers
+                began_ns = system.gateway.bus.seams.clock_ns()
+                answer = await client.post(path, json=body, headers={"shoal-timeout-s": "1000.5"})
+                assert answer.status_code == 200
+                deadline_ns = list(system.entrypoint.submitted.values())[-1].limits.deadline_ns
+                assert 0 <= deadline_ns - began_ns - 1_000_500_000_000 <= system.gateway.bus.seams.clock_ns() - began_ns
+            num_submitted = len(system.entrypoint.submitted)
+            for bad in ("", "0", "0.0", "-1", "1e3", "nan", "inf", "5 s", "1_0", "9" * 30, "0x1"):
+                refused = await client.post(path, json=BODIES[path], headers={"shoal-timeout-s": bad})
+                assert refused.status_code == 400 and "shoal-timeout-s" in error_of(path, refused.json()), bad
+            assert len(system.entrypoint.submitted) == num_submitted and system.gateway.load().num_running == 0
+
+    run_async(main())
+
+
 def test_stopping_ends_streams_and_frees_the_port(run_async: Run, card: ModelCard) -> None:
     async def main() -> None:
         async with edge(card) as system, http(system) as client:
