@@ -7,19 +7,10 @@ from dataclasses import dataclass
 
 from actors.balancers.choice import Full
 from actors.balancers.ledger import Replica
+from actors.balancers.turns import Turns
 from actors.rules.load import PRIOR_OUTPUT, DecodeLoad, expected_output, promised_tokens
 from actors.rules.owner import choose
 from schemas.routing import Route
-
-FORGOTTEN_S = 2.0
-"""Who has not asked again for so long has lost its turn. Who waits asks some ten times a second."""
-
-PLACED_S = 0.25
-"""Nor is room set aside for who has not asked again for so long: another balancer has found it a place, as a rule. With
-two of them and 100 that wait for 64 slots, 94 % of the slots are in use, 95 % with one; at 2 s it is 85 %."""
-
-NUM_FIRST = 32
-"""The oldest that wait get the room there is. Others wait behind them unseen, so that a long queue costs little."""
 
 
 class RoomiestInTurn:
@@ -28,50 +19,25 @@ class RoomiestInTurn:
     balancers do not fill the same one first.
 
     A replica that has not room for all it has promised and the whole of this request is no choice: it would refuse.
-    Room is for who asked first in vain: a younger request gets only what those before it cannot use. When the oldest
-    fits nowhere, the roomiest replica that can ever hold it takes nobody else until it fits.
+    Room is for those that asked in vain, in their `Turns`: others get only what those before them cannot use. When the
+    first fits nowhere, the roomiest replica that can ever hold it takes nobody else until it fits.
     """
 
     def __init__(self) -> None:
-        self._waits: dict[str, _Wait] = {}  # in the order in which they first asked in vain
+        self._turns = Turns()
 
     def __call__(self, replicas: Sequence[Replica], route: Route, now_s: float, now_ns: int) -> Replica:
         rooms = [_Room.of(replica) for replica in replicas]
-        older = self._older(route.request_id, now_s)
-        if len(older) < NUM_FIRST:
-            for other in older:
+        turn = self._turns.of(route, replicas, _longest(rooms), now_s)
+        if turn.is_near:
+            for other in turn.before:
                 _set_aside(rooms, other)
             if open_ones := [room for room in rooms if room.has(route)]:
-                if (wait := self._waits.get(route.request_id)) is not None:
-                    wait.asked_s, wait.is_waiting = now_s, False  # it keeps its turn: it may be refused yet
+                self._turns.goes(turn, now_s)
                 return _roomiest(open_ones, rooms, route)
         if any(room.can_ever_hold(route) for room in rooms):  # else nobody waits for it
-            self._waits.setdefault(route.request_id, _Wait(route, now_s)).ask_again(now_s)
-        raise Full(_why_not(rooms, route, len(older)))
-
-    def _older(self, request_id: str, now_s: float) -> list[Route]:
-        """Those that wait and have first asked before this one: NUM_FIRST of them at most."""
-        older: list[Route] = []
-        for id, wait in list(self._waits.items()):
-            if id == request_id or len(older) == NUM_FIRST:
-                break
-            if now_s - wait.asked_s > FORGOTTEN_S:
-                del self._waits[id]
-            elif wait.is_waiting and now_s - wait.asked_s <= PLACED_S:
-                older.append(wait.route)
-        return older
-
-
-@dataclass(slots=True)
-class _Wait:
-    """Someone who asked in vain, last at `asked_s`, and has not been sent anywhere since."""
-
-    route: Route
-    asked_s: float
-    is_waiting: bool = True
-
-    def ask_again(self, now_s: float) -> None:
-        self.asked_s, self.is_waiting = now_s, True
+            self._turns.waits(turn, now_s)
+        raise Full(_why_not(rooms, route, len(turn.before)))
 
 
 @dataclass(slots=True)
@@ -108,14 +74,20 @@ class _Room:
         return max(slots, num_tokens / report.capacity_tokens), there - report.num_tokens + output
 
 
+def _longest(rooms: Sequence[_Room]) -> float:
+    """Tokens of the longest request that any takes, 0 when one takes all."""
+    longest = [room.load.max_tokens for room in rooms]
+    return max(longest) if all(longest) else 0.0
+
+
 def _needs(route: Route, load: DecodeLoad) -> int:
     return promised_tokens(route.num_cached + route.num_new, load.max_tokens)
 
 
 def _set_aside(rooms: Sequence[_Room], route: Route) -> None:
-    """Take out of the rooms what an older request will use: room for it, or the replica that will be first to have it.
+    """Take out of the rooms what a request before will use: room for it, or the replica that will be first to have it.
 
-    Nothing is taken from that one meanwhile, so its room only grows: the oldest waits for no more than it holds now.
+    Nothing is taken from that one meanwhile, so its room only grows: the first waits for no more than it holds now.
     """
     able = [room for room in rooms if room.can_ever_hold(route) and not room.is_kept]
     fitting = [room for room in able if room.has(route)]
@@ -140,11 +112,11 @@ def _roomiest(open_ones: Sequence[_Room], rooms: Sequence[_Room], route: Route) 
     return next(replica for replica in best if replica.id == id)
 
 
-def _why_not(rooms: Sequence[_Room], route: Route, num_older: int) -> str:
+def _why_not(rooms: Sequence[_Room], route: Route, num_before: int) -> str:
     if not any(room.can_ever_hold(route) for room in rooms):
         most = max(room.replica.report.capacity_tokens for room in rooms)
         wanted = min(_needs(route, room.load) for room in rooms)
         return f"the request needs room for {wanted} tokens, the largest decode replica has {most} in all"
-    if num_older:
-        return f"decode is full, and {num_older} requests have waited longer"
+    if num_before:
+        return f"decode is full, and {num_before} requests are before this one"
     return f"all {len(rooms)} decode replicas are full"

@@ -47,14 +47,27 @@ class Reservation:
 
 
 @dataclass(slots=True)
+class Held:
+    """Requests of one tenant and their tokens: of prompts, cached or not, and of whole outputs."""
+
+    num_requests: int = 0
+    num_tokens: int = 0
+
+    def add(self, num_requests: int, num_tokens: int) -> None:
+        """Less, if negative."""
+        self.num_requests += num_requests
+        self.num_tokens += num_tokens
+
+
+@dataclass(slots=True)
 class Replica:
     """One data-parallel rank as the balancer sees it: its last report, heard at `seen_s`, and what was reserved since.
 
     `since_s`: when this incarnation was first heard of. `reported`: what its report lists and is not released yet.
-    `reserved`: own reservations, of which its report does not know those that are `coming`. `work`: what its report
-    says of nanoseconds. `free_s`: when it will be out of work, or has been since: what it reported and what was
-    reserved since, worked off one after the other; of that, `coming_ns` are coming. `refused_s`: when it last failed
-    to take what was routed to it.
+    `reserved`: own reservations, of which its report does not know those that are `coming`; `held`: all of them, by
+    tenant. `work`: what its report says of nanoseconds. `free_s`: when it will be out of work, or has been since: what
+    it reported and what was reserved since, worked off one after the other; of that, `coming_ns` are coming.
+    `refused_s`: when it last failed to take what was routed to it.
     """
 
     report: LoadReported
@@ -63,6 +76,7 @@ class Replica:
     reported: set[int]
     reserved: dict[int, Reservation] = field(default_factory=dict)
     coming: dict[int, Reservation] = field(default_factory=dict)
+    held: dict[str, Held] = field(default_factory=dict)
     work: PrefillLoad = _NO_TIME
     free_s: float = 0.0
     coming_ns: float = 0.0
@@ -90,6 +104,20 @@ class Replica:
     def on_the_way(self) -> Iterable[Reservation]:
         """Own reservations that its report does not know yet."""
         return self.coming.values()
+
+    def hold(self, reservation: int, made: Reservation) -> None:
+        """It was reserved, and is on its way."""
+        self.reserved[reservation] = self.coming[reservation] = made
+        self.held.setdefault(made.route.tenant, Held()).add(1, made.route.num_cached + made.route.num_new)
+
+    def drop(self, reservation: int) -> Reservation:
+        """It is over. What is `coming` is the caller's to set right."""
+        made = self.reserved.pop(reservation)
+        held = self.held[made.route.tenant]
+        held.add(-1, -made.route.num_cached - made.route.num_new)
+        if not held.num_requests:
+            del self.held[made.route.tenant]
+        return made
 
     def left_s(self, now_s: float) -> float:
         """Seconds of work there and on its way.
@@ -143,7 +171,8 @@ class Ledger:
         for id, held in list(replica.reserved.items()):
             # What it listed and does not any more is over; what it never listed may still be on its way.
             if id not in reported and (id in replica.reported or now_s - held.made_s > SETTLE_S):
-                del replica.reserved[id], self._holder[id]
+                replica.drop(id)
+                del self._holder[id]
         replica.report, replica.seen_s, replica.reported = report, now_s, reported
         replica.refused_s = float("-inf")
         replica.coming = {id: held for id, held in replica.reserved.items() if id not in reported}
@@ -182,8 +211,7 @@ class Ledger:
         ns = replica.cost_ns(route)
         replica.free_s = now_s + replica.left_s(now_s) + ns / 1e9
         replica.coming_ns += ns
-        held = Reservation(route, now_s, ns, replica.free_s)
-        replica.reserved[reservation] = replica.coming[reservation] = held
+        replica.hold(reservation, Reservation(route, now_s, ns, replica.free_s))
         self._holder[reservation] = replica.id
 
     def release(self, reservation: int, now_s: float) -> bool:
@@ -192,7 +220,7 @@ class Ledger:
         if holder is None:
             return False
         replica = self._replicas[holder]
-        held = replica.reserved.pop(reservation)
+        held = replica.drop(reservation)
         if replica.coming.pop(reservation, None) is not None:
             replica.coming_ns -= held.ns
         replica.reported.discard(reservation)

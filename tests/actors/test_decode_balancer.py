@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from actors.balancers.choice import Full
-from actors.balancers.decode import FORGOTTEN_S, NUM_FIRST, PLACED_S, RoomiestInTurn
+from actors.balancers.decode import RoomiestInTurn
 from actors.balancers.ledger import Ledger
+from actors.balancers.turns import FORGOTTEN_S, NUM_FIRST, PLACED_S
 from actors.decode.outputs import OutputLength
 from actors.decode.slots import Generation, Slots
 from actors.rules.load import DecodeLoad, expected_output, promised_tokens
@@ -24,8 +25,8 @@ from tests.actors.builders import hand_over, report
 CAPACITY = 8192
 
 
-def route(id: str, prompt: int, output: int) -> Route:
-    return Route(request_id=id, num_cached=prompt, num_new=output)
+def route(id: str, prompt: int, output: int, tenant: str = "") -> Route:
+    return Route(request_id=id, num_cached=prompt, num_new=output, tenant=tenant)
 
 
 class Rank:
@@ -71,6 +72,14 @@ class Balancer:
             rank.end(generation)
             self.ledger.release(generation.offer.reservation, self.now_s)
         self.hear(rank)
+
+    def end(self, id: str) -> None:
+        """One ends, and its replica says so."""
+        for rank in self.ranks.values():
+            for generation in [one for one in rank.slots if one.id == id]:
+                rank.end(generation)
+                self.ledger.release(generation.offer.reservation, self.now_s)
+                self.hear(rank)
 
     def choose(self, wanted: Route) -> str:
         """Where it is sent, without going there. Raises Full."""
@@ -230,6 +239,76 @@ class TestTurns:
         balancer.empty(rank)
         assert [id for id in reversed(ids) if balancer.place(route(id, 1, 1))] == ids[NUM_FIRST - 1 :: -1]
         assert [id for id in reversed(ids) if balancer.place(route(id, 1, 1))] == [ids[NUM_FIRST]]
+
+
+class TestTenants:
+    """Of those that wait, the tenant that holds least is first."""
+
+    def placed(self, balancer: Balancer, routes: list[Route]) -> list[str]:
+        """Who of them got a place, when all ask one after the other."""
+        return [one.request_id for one in routes if balancer.place(one)]
+
+    def test_who_holds_little_waits_for_one_slot_and_who_floods_gets_the_rest_in_order(self) -> None:
+        balancer = Balancer([Rank("d0", num_slots=4)])
+        flood = [route(f"f{i}", 1, 1, "flood") for i in range(3 * NUM_FIRST)]
+        assert self.placed(balancer, flood) == ["f0", "f1", "f2", "f3"]
+        calm = [route(f"c{i}", 1, 1, "calm") for i in range(3)]
+        assert self.placed(balancer, calm) == []
+        order: list[str] = []
+        for ended in ("f0", "f1", "f2"):
+            balancer.end(ended)
+            order += self.placed(balancer, [one for one in (*flood[4:], *calm) if one.request_id not in order])
+        assert order == ["c0", "c1", "f4"]  # then both hold two, and the flood asked first
+        balancer.end("c0")
+        assert self.placed(balancer, [*flood[5:], calm[2]]) == ["c2"]
+        for ended in ("c1", "c2", "f3", "f4"):
+            balancer.end(ended)
+        assert self.placed(balancer, flood[:4:-1]) == ["f8", "f7", "f6", "f5"]
+
+    def test_tokens_count_as_slots_do_and_no_more_of_them_than_the_engine_takes(self) -> None:
+        rank = Rank("d0", num_slots=8, capacity=1024)
+        balancer = Balancer([rank])
+        assert balancer.place(route("whole", 400, 400, "long"))
+        assert self.placed(balancer, [route(f"s{i}", 1, 1, "short") for i in range(2)]) == ["s0"]
+        assert balancer.place(route("more", 1, 1, "long")) == ""
+        balancer.end("s0")
+        assert self.placed(balancer, [route("more", 1, 1, "long"), route("s1", 1, 1, "short")]) == ["s1"]
+        rank.slots.max_tokens = 128
+        balancer = Balancer([rank])
+        balancer.empty(rank)
+        assert balancer.place(route("endless", 1, 100_000, "one"))
+        two = [route(f"t{i}", 1, 1, "two") for i in range(9)]
+        assert len(self.placed(balancer, two)) == 7
+        assert balancer.place(route("next", 1, 1, "one")) == ""
+        balancer.end("t0")
+        assert self.placed(balancer, [*two[7:], route("next", 1, 1, "one")]) == ["next"]
+
+    def test_nobody_is_passed_for_ever(self) -> None:
+        """Its own tenant's keep it behind those that hold nothing, which take the room it needs."""
+        balancer = Balancer([Rank(f"d{i}", num_slots=8, capacity=1024) for i in range(2)])
+        assert {balancer.place(route(f"own{i}", 100, 500, "large")) for i in range(2)} == {"d0", "d1"}
+        whole, running, num_passed = route("whole", 100, 900, "large"), "own1", 0
+        assert balancer.place(whole) == ""
+        balancer.end("own1")
+        others = [route(f"r{i}", 100, 400, f"tenant{i}") for i in range(40)]
+        for other in others:
+            num_passed += balancer.place(other) != ""
+            balancer.end(running)
+            running = other.request_id
+            balancer.now_s += 0.1
+            if balancer.place(whole):
+                break
+        assert num_passed == 16
+
+    def test_who_starts_again_knows_no_shares_and_goes_by_age(self) -> None:
+        rank = Rank("d0", num_slots=2)
+        before = Balancer([rank])
+        assert len(self.placed(before, [route(f"f{i}", 1, 1, "flood") for i in range(3)])) == 2
+        balancer = Balancer([rank], number=1)
+        waiting = [route("f2", 1, 1, "flood"), route("c0", 1, 1, "calm")]
+        assert self.placed(balancer, waiting) == []
+        balancer.end("f0")
+        assert self.placed(balancer, waiting[::-1]) == ["f2"]
 
 
 def test_the_usual_length_of_outputs_is_learnt_and_one_that_runs_away_moves_it_little() -> None:

@@ -106,6 +106,38 @@ def test_who_needs_most_is_not_overtaken_for_ever() -> None:
     assert broker.counts["decode handover"] == 13
 
 
+def test_a_calm_tenant_waits_for_one_free_slot_and_the_flood_gets_the_rest() -> None:
+    broker = Watching()
+    num_between: list[int] = []
+    num_used: list[int] = []
+
+    async def main() -> None:
+        async with core(0, 0, SLOW, broker) as system:
+            await system.with_prefill("p0", SLOW, num_slots=64, max_step_tokens=4096)
+            for id in ("d0", "d1"):
+                await system.with_decode(id, SLOW, num_slots=2)
+            for i in range(40):
+                await system.send(submit(f"f{i}", num_tokens=10, max_tokens=100 + i % 7 * 20, tenant="flood"))
+            await until(lambda: len(broker.claims) == 8)
+            for i in range(5):
+                num_before = len(broker.claims)
+                _, end = await system.finish(submit(f"c{i}", num_tokens=10, max_tokens=10, tenant="calm"))
+                assert end == LENGTH
+                claimed = [id for id, _ in broker.claims[num_before:]]
+                num_between.append(claimed.index(f"c{i}"))
+                for _ in range(20):
+                    num_used.append(sum(len(decode(system, id).slots) for id in ("d0", "d1")))
+                    await asyncio.sleep(0.01)
+            assert len(broker.claims) < 35  # the flood waits still
+            await until(lambda: len(system.listener.ends) == 45)
+            assert set(system.listener.ends.values()) == {LENGTH}
+            assert await quiet(system) == {}
+
+    run_virtual(main())
+    assert max(num_between) <= 1  # that was claimed while its prompt was computed
+    assert sum(num_used) / len(num_used) > 3.25
+
+
 def test_a_full_rank_gets_nothing_and_delays_nobody() -> None:
     broker = Watching()
 
