@@ -10,37 +10,47 @@ import numpy as np
 from actors.prefill.batch import Batch
 from actors.prefill.job import Job
 from actors.prefill.packing import CHUNK_GRAIN, step_room
-from actors.prefill.sweep import sweep
+from actors.prefill.sweep import Prompt, sweep
 from actors.rules.cost import step_terms
 from actors.rules.meter import Meter
 from kernels.engine import Admission, Chunk, Engine, Sampling
 
+PASSES = 2
+"""The first also warms up, and may compile kernels; and what else a machine does is over sooner than both."""
+
 _KEY = "sweep"
+_GREEDY = Sampling(0.0, 1.0, 0)
 
 
 async def measure(engine: Engine, meter: Meter) -> None:
     """Compute a few dummy prompts, alone, so that it is known what work costs here, and how many tokens a step has time
     for. Afterwards nothing of them is left; cancelled, or failed, the engine is only good to be closed.
 
-    Raises ValueError when it cannot compute them.
+    Each is computed PASSES times, and its shortest time counts. Raises ValueError when it cannot compute them.
     """
     info = engine.info
-    for prompt in sweep(info.max_step_tokens, info.max_tokens):
-        num_tokens, greedy = prompt.num_tokens, Sampling(0.0, 1.0, 0)
-        if engine.admit(_KEY, num_tokens, greedy, bounded_prompt=num_tokens) is not Admission.OK:
-            continue
-        for num_tokens, terms in zip(prompt.chunks, prompt.terms(), strict=True):
-            # Not all the same, as experts are chosen by token; and none of the first and last ones, which are for
-            # control, or stand for images that are not there.
-            quarter = info.vocab_size // 4
-            tokens = quarter + np.arange(num_tokens, dtype=np.uint32) % max(quarter, 1)
-            took_ns = await engine.prefill([Chunk(_KEY, tokens)])
-            if prompt.is_measured:
-                meter.add(terms, took_ns)
-        engine.free(_KEY)
+    prompts = sweep(info.max_step_tokens, info.max_tokens)
+    passes = [[await _took_ns(engine, prompt) for prompt in prompts] for _ in range(PASSES)]
+    for prompt, *took_ns in zip(prompts, *passes, strict=True):
+        for terms, *each_ns in zip(prompt.terms(), *took_ns, strict=False):  # none where there was no room
+            meter.add(terms, min(each_ns))
     room = step_room(meter.cost, info.max_step_tokens)
     most = min(room.num_tokens, max(CHUNK_GRAIN, meter.cost.most_tokens(room.ns, 0)))
     meter.cost = replace(meter.cost, step_tokens=most)
+
+
+async def _took_ns(engine: Engine, prompt: Prompt) -> list[int]:
+    """What each step of a dummy prompt takes; none at all when the engine has no room for it."""
+    num_tokens, took_ns, quarter = prompt.num_tokens, list[int](), engine.info.vocab_size // 4
+    if engine.admit(_KEY, num_tokens, _GREEDY, bounded_prompt=num_tokens) is not Admission.OK:
+        return []
+    for num_tokens in prompt.chunks:
+        # Not all the same, as experts are chosen by token; and none of the first and last ones, which are for control,
+        # or stand for images that are not there.
+        tokens = quarter + np.arange(num_tokens, dtype=np.uint32) % max(quarter, 1)
+        took_ns.append(await engine.prefill([Chunk(_KEY, tokens)]))
+    engine.free(_KEY)
+    return took_ns
 
 
 async def compute(engine: Engine, batch: Batch, step: Sequence[tuple[Job, Chunk]]) -> None:

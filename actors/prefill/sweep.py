@@ -12,10 +12,9 @@ _LARGEST = 512
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One dummy prompt: the sizes of its chunks, each a step of its own. `is_measured`: not if it only warms up."""
+    """One dummy prompt: the sizes of its chunks, each a step of its own."""
 
     chunks: tuple[int, ...]
-    is_measured: bool = True
 
     @property
     def num_tokens(self) -> int:
@@ -34,12 +33,10 @@ def sweep(max_step_tokens: int, max_tokens: int) -> list[Prompt]:
     """The prompts, in order, for an engine that takes so many tokens a step, and requests so long; each to be computed
     alone, as a bounded prompt (`computing.measure`).
 
-    At most 4,096 tokens together. They tell apart what steps, tokens, last windows and context cost: steps of all sizes
-    behind nothing, and large and small ones behind much. A first prompt that takes every path is not measured: kernels
-    may be compiled there.
+    At most 3,072 tokens together. They tell apart what steps, tokens, last windows and context cost: steps of all sizes
+    behind nothing, and large and small ones behind much.
     """
     whole = max(1, min(max_step_tokens, max_tokens // 4, _LARGEST))
     half, quarter, eighth = (max(1, whole // part) for part in (2, 4, 8))
-    measured = ((1,), (eighth,), (quarter,), (half,), (whole, whole, whole, half, quarter), (whole, 1))
-    plans = [Prompt((quarter, quarter, 1), is_measured=False), *map(Prompt, measured)]
-    return [prompt for prompt in plans if prompt.num_tokens <= max_tokens]
+    plans = ((1,), (eighth,), (quarter,), (half,), (whole, whole, whole, half, quarter), (whole, 1))
+    return [prompt for prompt in map(Prompt, plans) if prompt.num_tokens <= max_tokens]
