@@ -80,9 +80,7 @@ def simulate(
     """
     began_s = time.monotonic()
     if plot is not None:
-        plots.need_matplotlib()
-        if not plot.absolute().parent.is_dir():
-            raise SettingsError(f"--plot {plot}: there is no folder {plot.absolute().parent}")
+        plots.check(plot)
     if cluster is not None:
         prefill, decode = _replicas(cluster)
     options = Options(_names(policies), prefill, decode, LOAD if load is None else load, seed, overlap_weight)

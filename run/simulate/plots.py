@@ -14,6 +14,13 @@ from run.simulate.report import queue_age_s, slowdown, ttft_s
 NUM_SPANS = 120
 
 
+def check(path: Path) -> None:
+    """Raises SettingsError, with what to do, when nothing can be drawn into this file."""
+    need_matplotlib()
+    if not path.absolute().parent.is_dir():
+        raise SettingsError(f"--plot {path}: there is no folder {path.absolute().parent}")
+
+
 def need_matplotlib() -> None:
     """Raises SettingsError, with what to do, where plots cannot be drawn."""
     try:
