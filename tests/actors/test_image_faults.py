@@ -134,7 +134,7 @@ def test_lost_questions_are_asked_again(run_async: Run, monkeypatch: pytest.Monk
             lost.clear()
             monkeypatch.setattr(bus_images, "TRIES", 2)
             _, end = await eyes.core.finish(await eyes.submit(picture(), request_id="r2"))
-            assert isinstance(end, Failed) and end.failure.code is Code.DEADLINE_EXCEEDED
+            assert isinstance(end, Failed) and end.failure.code is Code.WORKER_LOST
             assert await quiet(eyes.core) == {}
 
     run_async(main())
