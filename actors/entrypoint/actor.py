@@ -138,6 +138,10 @@ class Entrypoint(Actor):
         return answer
 
     async def _on_tokens(self, emitted: TokensEmitted, envelope: Envelope) -> Taken:
+        try:
+            source = Owner.of(emitted.source)
+        except ValueError:
+            raise fail(Code.BAD_REQUEST, f"tokens of {emitted.source!r}: the source is written role/id") from None
         news, gaps, strays = self.shard.hear(emitted, self.now_s())
         for request, first_index, tokens, end in news:
             self._pass_on(request, first_index, tokens, end)
@@ -147,7 +151,7 @@ class Entrypoint(Actor):
                 self._repairing.add(request.id)
                 self.spawn(self._probe(request.owner, [request]))
         for request_id, epoch in strays:
-            self.spawn(self._holders.cancel(Owner.of(emitted.source), request_id, epoch))
+            self.spawn(self._holders.cancel(source, request_id, epoch))
         return Taken()
 
     async def _on_shortened(self, shortened: HitShortened, envelope: Envelope) -> Taken:

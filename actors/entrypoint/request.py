@@ -43,8 +43,10 @@ class Owner:
 
     @classmethod
     def of(cls, source: str) -> Owner:
-        """Who `source` of a TokensEmitted, `role/id`, is."""
+        """Who `source` of a TokensEmitted, `role/id`, is. Raises ValueError if it is nobody."""
         role, _, replica = source.partition("/")
+        if not replica.replace("-", "").replace("_", "").isalnum():
+            raise ValueError(f"{source!r} has no id")
         return cls(Role(role), replica)
 
 

@@ -13,12 +13,12 @@ from actors.decode.actor import Decode
 from actors.prefill.actor import Prefill
 from bus.bulk import MemoryBulk
 from bus.bus import BusError
-from bus.subjects import DISPATCH
+from bus.subjects import DISPATCH, TOKENS
 from kernels.timed import StepCost
 from run.virtual import run_virtual
 from schemas.bulk import Handle, Payload
 from schemas.failure import Code
-from schemas.request import Cancelled, CancelReason, Failed, Finished, FinishReason, Limits, Sampling
+from schemas.request import Cancelled, CancelReason, Failed, Finished, FinishReason, Limits, Sampling, TokensEmitted
 from tests.actors.builders import dispatch as build_dispatch
 from tests.actors.builders import prompt_bytes, submit
 from tests.actors.core import core, quiet
@@ -94,6 +94,21 @@ def test_a_prompt_that_is_not_what_was_announced_takes_nobody_down(sent: bytes, 
                 await system.listener.bus.ask(DISPATCH.at("p0"), dispatch, timeout_s=5)
             assert refused.value.code is Code.INTERNAL
             assert (await system.finish(submit("r1")))[1] == LENGTH
+
+    run_virtual(main())
+
+
+def test_tokens_of_nobody_take_no_entrypoint_down() -> None:
+    async def main() -> None:
+        async with core() as system:
+            for source in ("", "decode", "nobody/d0", "decode/a.>"):
+                emitted = TokensEmitted(
+                    source=source, request_ids=["r"], epochs=[1], first_indexes=[0], counts=[1], tokens=[5]
+                )
+                with pytest.raises(BusError) as error:
+                    await system.listener.bus.ask(TOKENS.at("e0"), emitted, timeout_s=5)
+                assert error.value.code is Code.BAD_REQUEST
+            await system.finish(submit("r1"))
 
     run_virtual(main())
 
