@@ -227,8 +227,7 @@ class Prefill(Actor):
             for job in self.batch:
                 if job.is_over(now_ns):
                     self._drop(job)
-            if len(self._leaving) < self._engine.info.num_slots:
-                await self._admit()
+            await self._admit()
             step = self.batch.next_step(self._engine.info.max_step_tokens)
             self._has_changed.set()
             if step:
@@ -236,7 +235,7 @@ class Prefill(Actor):
                 await self._compute(step)
 
     async def _admit(self) -> None:
-        admitted, hopeless = self.batch.admit(self._engine)
+        admitted, hopeless = self.batch.admit(self._engine, len(self._leaving))
         for job in admitted:
             self._phases.next(job.id, "prefill compute")
             try:

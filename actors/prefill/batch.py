@@ -82,8 +82,11 @@ class Batch:
             chosen.append(job)
         return chosen
 
-    def admit(self, engine: Engine) -> tuple[list[Job], list[Job]]:
+    def admit(self, engine: Engine, num_leaving: int) -> tuple[list[Job], list[Job]]:
         """Give engine slots to waiting jobs: those admitted, and those that can never be (they stay, without a turn).
+
+        With the `num_leaving` that are computed and wait for decode, they are twice as many as there are slots at most:
+        when decode is full, one comes for one that goes, and whose turn it is does not wait behind a whole set.
 
         Long ones have at most half of the slots, so that there are some that are free soon. For which the engine has no
         room now, others may pass: MOST_PASSED at most before the one that came first, then it has the next room.
@@ -92,7 +95,8 @@ class Batch:
         hopeless: list[Job] = []
         refused: list[tuple[Job, bool]] = []
         num_slots = engine.info.num_slots
-        while len(self._running) < num_slots and len(refused) < MOST_REFUSED:
+        num_free = min(num_slots, 2 * num_slots - num_leaving)
+        while len(self._running) < num_free and len(refused) < MOST_REFUSED:
             oldest = self._waiting.oldest()
             num_long = sum(is_long for _, is_long in self._running.values())
             chosen: tuple[Job, bool] | None

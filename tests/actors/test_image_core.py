@@ -175,9 +175,9 @@ def test_exact_reaches_prefill(run_async: Run) -> None:
             assert isinstance(prefill, Prefill)
             admit = prefill.batch.admit
 
-            def spy(engine: Any) -> tuple[list[Job], list[Job]]:
+            def spy(engine: Any, num_leaving: int) -> tuple[list[Job], list[Job]]:
                 seen.update({job.id: job.dispatch.exact for job in prefill.batch})
-                return admit(engine)
+                return admit(engine, num_leaving)
 
             prefill.batch.admit = spy  # type: ignore[method-assign]
             await system.finish(submit("a", exact=True))

@@ -27,7 +27,7 @@ def batch_of(*jobs: Job, num_slots: int = 4) -> Batch:
     batch = Batch(Meter())
     for each in jobs:
         batch.add(each)
-    batch.admit(TimedEngine(info(num_slots=num_slots, max_tokens=4096), VOCABULARY))
+    batch.admit(TimedEngine(info(num_slots=num_slots, max_tokens=4096), VOCABULARY), 0)
     return batch
 
 
@@ -106,6 +106,6 @@ def test_prompts_are_bounded_unless_the_request_is_exact() -> None:
     exact = job("exact", 300)
     exact.dispatch = structs.replace(exact.dispatch, exact=True)
     batch.add(exact)
-    admitted, hopeless = batch.admit(engine)
+    admitted, hopeless = batch.admit(engine, 0)
     assert [each.id for each in admitted] == ["usual", "exact"] and not hopeless
     assert engine.bounded == {"usual": 300, "exact": 0}

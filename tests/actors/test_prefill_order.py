@@ -65,7 +65,7 @@ class Replica:
             self.batch.add(each)
 
     def step(self) -> Step:
-        self.batch.admit(self.engine)
+        self.batch.admit(self.engine, 0)
         step = self.batch.next_step(self.max_tokens)
         terms = [each.chunk(len(chunk.tokens)) for each, chunk in step]
         if terms:
@@ -223,16 +223,23 @@ class TestSlots:
     def test_long_requests_have_half_of_them(self) -> None:
         replica = Replica(engine=Shared(num_slots=4))
         replica.add(*(job(f"l{i}", 100_000) for i in range(6)))
-        assert self.ids(replica.batch.admit(replica.engine)[0]) == ["l0", "l1"]
+        assert self.ids(replica.batch.admit(replica.engine, 0)[0]) == ["l0", "l1"]
         replica.add(job("c", 100))
-        assert self.ids(replica.batch.admit(replica.engine)[0]) == ["c"]
+        assert self.ids(replica.batch.admit(replica.engine, 0)[0]) == ["c"]
         replica.steps()
         assert len(replica.ended_ns) == 7
+
+    def test_with_those_that_wait_for_decode_they_are_twice_the_slots_at_most(self) -> None:
+        replica = Replica(engine=Shared(num_slots=4))
+        replica.add(*(job(f"c{i}", 100) for i in range(6)))
+        assert replica.batch.admit(replica.engine, 8) == ([], [])
+        assert self.ids(replica.batch.admit(replica.engine, 7)[0]) == ["c0"]
+        assert self.ids(replica.batch.admit(replica.engine, 0)[0]) == ["c1", "c2", "c3"]
 
     def test_one_that_has_no_room_lets_others_pass_but_not_for_ever(self) -> None:
         replica, number, passed = Replica(engine=Shared(4, capacity_tokens=MILLION)), 0, 0
         replica.add(job("before", 2000), job("huge", MILLION - 500))
-        assert self.ids(replica.batch.admit(replica.engine)[0]) == ["before"]
+        assert self.ids(replica.batch.admit(replica.engine, 0)[0]) == ["before"]
         while not (huge := replica.batch.get("huge")) or not huge.is_admitted:
             while len(replica.batch) < 8:  # there is always another one
                 replica.add(job(f"c{number}", 1500))

@@ -212,7 +212,7 @@ def test_whoever_branches_off_finds_windows(
     job.keeping = keeping = Keeping(prefix, tokens, branches=branches)
     batch, steps, kept = Batch(Meter()), list[list[int]](), set[int]()
     batch.add(job)
-    batch.admit(TimedEngine(info(max_tokens=4096), VOCABULARY))
+    batch.admit(TimedEngine(info(max_tokens=4096), VOCABULARY), 0)
     while step := batch.next_step(max_tokens):
         ((_, chunk),) = step
         steps.append(chunk.tokens.tolist())
@@ -274,13 +274,13 @@ class TestLoading:
         for each in (slow, job("a", 300), job("b", 300)):
             batch.add(each)
         batch.to_load(100)
-        admitted, hopeless = batch.admit(engine)
+        admitted, hopeless = batch.admit(engine, 0)
         assert [each.id for each in admitted] == ["a"] and not hopeless
         slow.loading = Loading.DONE
         batch.loaded(slow)
         engine.free("a")
         batch.remove(admitted[0])
-        assert [each.id for each in batch.admit(engine)[0]] == ["slow"]
+        assert [each.id for each in batch.admit(engine, 0)[0]] == ["slow"]
 
     def test_what_will_be_restored_is_no_load(self) -> None:
         tokens = np.arange(600, dtype="<u4")
