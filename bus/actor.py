@@ -196,6 +196,14 @@ class Actor:
         record_load(report)
         await self.bus.tell(LOAD.at(self.role), report)
 
+    async def report_changes(self, changed: asyncio.Event, pause_s: float) -> None:
+        """Publish it whenever `changed` is set, at once, and many changes together: one in `pause_s`. To be spawned."""
+        while True:
+            await changed.wait()
+            changed.clear()
+            await self.report_load()
+            await asyncio.sleep(pause_s)
+
     # Inside
 
     async def _listen(self) -> None:

@@ -82,7 +82,7 @@ class Decode(Actor):
         await self._engine.start()
         await self.keeper.start()
         self.spawn(self._step_loop())
-        self.spawn(self._report_changes())
+        self.spawn(self.report_changes(self._has_changed, REPORT_S))
 
     async def on_stop(self) -> None:
         self.keeper.close()
@@ -278,14 +278,6 @@ class Decode(Actor):
                 self._outbox.add(generation.offer.entrypoint, generation.id, epoch, first, [], generation.end)
 
     # Small things
-
-    async def _report_changes(self) -> None:
-        """Balancers hear of arrivals and departures soon, and of many at once; of growth they hear by heartbeats."""
-        while True:
-            await self._has_changed.wait()
-            self._has_changed.clear()
-            await self.report_load()
-            await asyncio.sleep(REPORT_S)
 
     def _abandon(self, entrypoint: str) -> None:
         """Nobody takes tokens for this entrypoint: its requests are gone with it."""

@@ -90,7 +90,7 @@ class Prefill(Actor):
         await measure(self._engine, self.batch.meter)
         await self.keeper.start()
         self.spawn(self._step_loop())
-        self.spawn(self._report_changes())
+        self.spawn(self.report_changes(self._has_changed, REPORT_S))
 
     async def on_stop(self) -> None:
         self.keeper.close()
@@ -318,14 +318,6 @@ class Prefill(Actor):
         if not self._is_stopped:
             release = Release(reservation=job.dispatch.reservation)
             self.spawn(self.bus.tell(RELEASE_PREFILL.at(job.dispatch.balancer), release))
-
-    async def _report_changes(self) -> None:
-        """Balancers hear of what changes at once, and of many changes together."""
-        while True:
-            await self._has_changed.wait()
-            self._has_changed.clear()
-            await self.report_load()
-            await asyncio.sleep(REPORT_S)
 
     # Handing over
 
