@@ -20,8 +20,8 @@ costs, and chat at 30 to 70 % of what a replica can do, a million tokens amid it
 
 MORE_TO_END, MORE_TO_GO_ON = 1.0, 0.25
 """By so much of what it takes already a step in which requests end is made longer, at most, for another one that ends
-in it, and for one that does not. The shortest would else wait for work that is not theirs: simulated, half as long
-again at the 99th percentile. Many of a size still fill a step together."""
+in it, and for one that does not. The shortest would else wait for work that is not theirs: slowdowns of 6.1 at the
+99th percentile in the place of 4.5 (balancers/README.md). Many of a size still fill a step together."""
 
 
 @dataclass(frozen=True, slots=True)
