@@ -146,7 +146,7 @@ def test_a_full_rank_gets_nothing_and_delays_nobody() -> None:
             await system.with_decode("d0", SLOW, num_slots=16, capacity_tokens=1024)
             await system.send(submit("long", num_tokens=100, max_tokens=880))
             await until(lambda: len(broker.claims) == 1)
-            await system.with_decode("d1", SLOW, num_slots=16, capacity_tokens=4096)
+            await system.with_decode("d1", SLOW, num_slots=4, capacity_tokens=4096)  # by shares the fuller one, soon
             await finish_in_order(system, [(f"r{i}", 10) for i in range(8)])
             assert system.listener.ends["long"] == LENGTH
 
