@@ -1,0 +1,16 @@
+"""The tasks that examples are made by, one module each.
+
+A task is `example(rng, num_tokens) -> Example`: the same state of `rng` gives the same example, `num_tokens` is the
+rough length wanted of the prompt (tasks of a fixed size ignore it), and all randomness comes from `rng`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from run.train.example import Example
+
+Task = Callable[[random.Random, int], Example]
+
+TASKS: dict[str, Task] = {}
