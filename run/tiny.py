@@ -46,9 +46,9 @@ _TEXT = {
     "head_dim": 64,
     "qk_rope_head_dim": 16,
     "q_lora_rank": 64,
-    "o_lora_rank": 32,
+    "o_lora_rank": 64,
     "o_groups": 2,
-    "moe_intermediate_size": 32,
+    "moe_intermediate_size": 64,
     "n_routed_experts": 8,
     "n_shared_experts": 1,
     "num_experts_per_tok": 2,
@@ -78,9 +78,9 @@ _TEXT = {
     "compress_ratios": [0, 0, 2, 2, 1, 1, 1, 1, 0, 0, 0],
     "kv_source_layer_ids": [2, 4],
     "index_source_layer_ids": [2, 4, 6],
-    "index_n_heads": 16,
+    "index_n_heads": 8,
     "index_head_dim": 32,
-    "index_topk": 64,
+    "index_topk": 128,
     "candidate_source_layer_id": 4,
     "candidate_topk_blocks": 32,
     "candidate_block_size": 8,
@@ -119,7 +119,7 @@ _VISION = {
 
 def tiny_config(tokenizer: Tokenizer, compressed_vocab_size: int) -> dict[str, Any]:
     """config.json, with ids and Engram tables that fit the tokenizer."""
-    layers, max_ngram, num_heads, bucket = [1, 2], 4, 2, 512
+    layers, max_ngram, num_heads, bucket = [1, 2], 4, 2, 2048
     tables = hash_tables(tuple(layers), max_ngram, num_heads, bucket, compressed_vocab_size)
     token = {name: tokenizer.token_to_id(name) for name in (BOS, EOS, PAD, IMAGE, NOISE)}
     text = {

