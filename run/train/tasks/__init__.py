@@ -10,7 +10,8 @@ import random
 from collections.abc import Callable
 
 from run.train.example import Example
+from run.train.tasks import recall, transform
 
 Task = Callable[[random.Random, int], Example]
 
-TASKS: dict[str, Task] = {}
+TASKS: dict[str, Task] = {"recall": recall.example, "transform": transform.example}
