@@ -10,8 +10,13 @@ import random
 from collections.abc import Callable
 
 from run.train.example import Example
-from run.train.tasks import recall, transform
+from run.train.tasks import arithmetic, recall, tools, transform
 
 Task = Callable[[random.Random, int], Example]
 
-TASKS: dict[str, Task] = {"recall": recall.example, "transform": transform.example}
+TASKS: dict[str, Task] = {
+    "recall": recall.example,
+    "transform": transform.example,
+    "arithmetic": arithmetic.example,
+    "tools": tools.example,
+}
