@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 
 from run.train.example import Example
-from run.train.tasks import arithmetic, recall, tools, transform
+from run.train.tasks import arithmetic, extraction, recall, tools, transform
 
 Task = Callable[[random.Random, int], Example]
 
@@ -19,4 +19,5 @@ TASKS: dict[str, Task] = {
     "transform": transform.example,
     "arithmetic": arithmetic.example,
     "tools": tools.example,
+    "extraction": extraction.example,
 }

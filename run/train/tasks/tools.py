@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from run.train.example import Example
-from run.train.words import ADJECTIVES, CITIES, FOODS, NAMES, PLACES, THINGS
+from run.train.words import CITIES, COLOURS, FOODS, NAMES, PLACES, THINGS
 
 _SUMMARIES = ("sunny", "cloudy", "rainy", "windy", "foggy")
 _LANGUAGES = ("French", "German", "Spanish", "Dutch")
@@ -28,7 +28,7 @@ def _one_of(values: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _text(rng: random.Random) -> str:
-    return " ".join(rng.choices(ADJECTIVES + THINGS + FOODS, k=rng.randint(2, 4)))
+    return " ".join(rng.choices(COLOURS + THINGS + FOODS, k=rng.randint(2, 4)))
 
 
 _ARGUMENTS: dict[str, Callable[[random.Random], Any]] = {
