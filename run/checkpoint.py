@@ -8,7 +8,7 @@ from typing import Any
 
 import cyclopts
 
-VOCAB_SIZE = 2048
+VOCAB_SIZE = 1024
 DEFAULT_SEED = 1
 
 app = cyclopts.App(name="checkpoint", help="Make the bundled tiny checkpoint, or look into one.")
