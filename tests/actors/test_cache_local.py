@@ -13,10 +13,10 @@ from actors.prefill.actor import Prefill
 from actors.writer.actor import Writer
 from bus.files import PosixFiles
 from kernels.local import LocalEngine
-from run.settings import DEFAULT_MODEL
 from schemas.request import Sampling
 from tests.actors.cached import Cached, ask
 from tests.actors.core import Listener, quiet
+from tests.untrained import untrained
 
 GREEDY = Sampling(temperature=0.0, top_p=1.0, seed=0)
 SEEDED = Sampling(temperature=1.0, top_p=0.95, seed=3)
@@ -60,12 +60,12 @@ class Real(Cached):
 
 
 def _engine() -> LocalEngine:
-    return LocalEngine(DEFAULT_MODEL, num_slots=4, max_step_tokens=512)
+    return LocalEngine(untrained(), num_slots=4, max_step_tokens=512)
 
 
 def test_cold_hit_and_hit_on_another_replica_give_the_same_tokens(tmp_path: Path) -> None:
-    tokens = np.random.default_rng(1).integers(3, 2000, 700).astype("<u4").tobytes()
-    longer = tokens + np.random.default_rng(2).integers(3, 2000, 200).astype("<u4").tobytes()
+    tokens = np.random.default_rng(1).integers(3, 1000, 700).astype("<u4").tobytes()
+    longer = tokens + np.random.default_rng(2).integers(3, 1000, 200).astype("<u4").tobytes()
 
     async def main() -> None:
         system = Real(tmp_path)

@@ -11,12 +11,11 @@ import numpy as np
 from bus.files import PosixFiles
 from kernels.local import LocalEngine
 from tests.actors.prefixes import Stand
-
-TINY = Path(__file__).parents[2] / "run" / "models" / "shoal-tiny"
+from tests.untrained import untrained
 
 
 def test_a_hit_is_bit_for_bit_a_cold_run(tmp_path: Path) -> None:
-    prompt = np.random.default_rng(2).integers(3, 2000, 470).astype("<u4")
+    prompt = np.random.default_rng(2).integers(3, 1000, 470).astype("<u4")
 
     class OnDisk(Stand):
         def open_files(self, name: str) -> PosixFiles:  # type: ignore[override]
@@ -25,7 +24,7 @@ def test_a_hit_is_bit_for_bit_a_cold_run(tmp_path: Path) -> None:
     async def main() -> None:
         system = OnDisk(0)
         try:
-            engine: Any = LocalEngine(TINY, num_slots=2, max_step_tokens=512)
+            engine: Any = LocalEngine(untrained(), num_slots=2, max_step_tokens=512)
             await system.setup(engine)
             space = system.engine.info.space
             whole = await system.finish("cold", prompt, None)

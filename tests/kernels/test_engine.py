@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,31 +12,34 @@ import pytest
 from kernels.engine import Admission, Chunk, Engine, EngineInfo, Sampling, StateError, Tokens
 from kernels.local import LocalEngine
 from kernels.timed import TimedEngine
+from run.checkpoint import VOCAB_SIZE
+from run.tokenizer import CONTROL
 from tests.conftest import Run
+from tests.untrained import untrained
 
-TINY = Path(__file__).parents[2] / "run" / "models" / "shoal-tiny"
 NUM_SLOTS = 6
 GREEDY = Sampling(temperature=0.0, top_p=1.0, seed=0)
 WARM = Sampling(temperature=1.0, top_p=0.9, seed=1234)
-TIMED = EngineInfo("shoal-tiny", "timed-1", 2048, 1, 8192, NUM_SLOTS, 512, NUM_SLOTS * 8192, "blocks-1", 64)
+ORDINARY = range(3, VOCAB_SIZE - len(CONTROL))
+TIMED = EngineInfo("shoal-tiny", "timed-1", VOCAB_SIZE, 1, 8192, NUM_SLOTS, 512, NUM_SLOTS * 8192, "blocks-1", 64)
 
 Make = Callable[[], Engine]
 
 
 def local() -> Engine:
-    return LocalEngine(TINY, num_slots=NUM_SLOTS, max_step_tokens=512)
+    return LocalEngine(untrained(), num_slots=NUM_SLOTS, max_step_tokens=512)
 
 
 def timed() -> Engine:
-    return TimedEngine(TIMED, vocabulary=range(3, 2028))
+    return TimedEngine(TIMED, vocabulary=ORDINARY)
 
 
 def timed_with_drafts() -> Engine:
-    return TimedEngine(TIMED, vocabulary=range(3, 2028), most_accepted=6)
+    return TimedEngine(TIMED, vocabulary=ORDINARY, most_accepted=6)
 
 
 def tokens(num_tokens: int, seed: int = 0) -> Tokens:
-    return np.random.default_rng(seed).integers(3, 2028, num_tokens).astype(np.uint32)
+    return np.random.default_rng(seed).integers(ORDINARY.start, ORDINARY.stop, num_tokens).astype(np.uint32)
 
 
 async def generate(
@@ -82,7 +84,7 @@ class TestEngine:
     def test_info(self, make: Make) -> None:
         info = make().info
         assert info.model == "shoal-tiny"
-        assert (info.vocab_size, info.eos_token, info.max_tokens, info.num_slots) == (2048, 1, 8192, NUM_SLOTS)
+        assert (info.vocab_size, info.eos_token, info.max_tokens, info.num_slots) == (VOCAB_SIZE, 1, 8192, NUM_SLOTS)
         assert info.layout == make().info.layout
 
     def test_a_life(self, make: Make, run_async: Run) -> None:

@@ -21,11 +21,12 @@ from kernels.engine import Admission, Chunk, Sampling
 from kernels.environment import compute_environment
 from kernels.local import LocalEngine
 from tests.conftest import Run
-from tests.kernels.test_engine import GREEDY, TINY, generate, step, tokens
+from tests.kernels.test_engine import GREEDY, generate, step, tokens
+from tests.untrained import untrained
 
 
-def engine(folder: Path = TINY, num_slots: int = 2) -> LocalEngine:
-    return LocalEngine(folder, num_slots=num_slots, max_step_tokens=512)
+def engine(folder: Path | None = None, num_slots: int = 2) -> LocalEngine:
+    return LocalEngine(folder or untrained(), num_slots=num_slots, max_step_tokens=512)
 
 
 def test_the_loop_answers_while_a_step_computes(run_async: Run) -> None:
@@ -46,11 +47,11 @@ def test_the_loop_answers_while_a_step_computes(run_async: Run) -> None:
 
 
 def test_layout_tells_other_configurations_and_arithmetic_apart(tmp_path: Path) -> None:
-    config = json.loads((TINY / "config.json").read_text())
+    config = json.loads((untrained() / "config.json").read_text())
     config["text_config"]["sliding_window"] = 64
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert engine(tmp_path).info.layout != engine().info.layout
-    bf16 = LocalEngine(TINY, num_slots=2, max_step_tokens=512, compute_dtype="bf16")
+    bf16 = LocalEngine(untrained(), num_slots=2, max_step_tokens=512, compute_dtype="bf16")
     assert bf16.info.layout != engine().info.layout
     assert engine(num_slots=9).info.layout == engine().info.layout
     assert engine(tmp_path).info.model == tmp_path.name
@@ -59,8 +60,8 @@ def test_layout_tells_other_configurations_and_arithmetic_apart(tmp_path: Path) 
 def test_a_bad_folder_is_named_and_close_still_works(tmp_path: Path, run_async: Run) -> None:
     with pytest.raises(ConfigError, match=r"config\.json: not found"):
         engine(tmp_path)
-    shutil.copy(TINY / "config.json", tmp_path)
-    shutil.copy(TINY / "tokenizer.json", tmp_path)
+    shutil.copy(untrained() / "config.json", tmp_path)
+    shutil.copy(untrained() / "tokenizer.json", tmp_path)
 
     async def main() -> None:
         local = engine(tmp_path)
@@ -91,7 +92,7 @@ def test_blocks_limit_what_is_admitted_before_slots_do(run_async: Run, monkeypat
     monkeypatch.setattr(kernels.local, "KV_BYTES", 0)
 
     async def main() -> None:
-        local = LocalEngine(TINY, num_slots=3, max_step_tokens=512)
+        local = LocalEngine(untrained(), num_slots=3, max_step_tokens=512)
         assert local.info.capacity_tokens == local.info.max_tokens
         await local.start()
         assert local.admit("half", 4096, GREEDY) is Admission.OK
@@ -110,8 +111,8 @@ def test_blocks_limit_what_is_admitted_before_slots_do(run_async: Run, monkeypat
 @pytest.fixture
 def overflowing(tmp_path: Path) -> Path:
     """Finite weights can be too large for a token: here for token 9."""
-    shutil.copytree(TINY, tmp_path / "model")
-    weights = load_file(TINY / "model.safetensors")
+    shutil.copytree(untrained(), tmp_path / "model")
+    weights = load_file(untrained() / "model.safetensors")
     weights["embed.weight"][9] = 3e38
     save_file(weights, tmp_path / "model" / "model.safetensors")
     return tmp_path / "model"

@@ -18,10 +18,11 @@ from kernels.local import LocalEngine
 from kernels.model import ComputeDtype, Model
 from tests.conftest import Run
 from tests.kernels.conftest import GOLDEN
-from tests.kernels.test_engine import GREEDY, TINY, extend
+from tests.kernels.test_engine import GREEDY, extend
 from tests.kernels.test_local_drafts import SAMPLINGS, tokens
 from tests.kernels.test_replay import prefix as compressed
 from tests.kernels.test_resume import NUM_NEW, cold, generate, kept
+from tests.untrained import untrained
 
 MINI = GOLDEN / "mini"
 
@@ -156,14 +157,14 @@ def test_the_space_tells_weights_and_arithmetic_apart(tmp_path: Path, run_debug:
         return local.info.space
 
     async def main() -> None:
-        shutil.copytree(TINY, tmp_path / "copy")
-        shutil.copytree(TINY, tmp_path / "tuned")
-        weights = load_file(TINY / "model.safetensors")
+        shutil.copytree(untrained(), tmp_path / "copy")
+        shutil.copytree(untrained(), tmp_path / "tuned")
+        weights = load_file(untrained() / "model.safetensors")
         weights["embed.weight"][0, 0] += 1
         save_file(weights, tmp_path / "tuned" / "model.safetensors")
-        own = await space(TINY)
+        own = await space(untrained())
         assert own.startswith("blocks-1-") and len(own) < 50
         assert await space(tmp_path / "copy") == own
-        assert len({own, await space(TINY, "bf16"), await space(tmp_path / "tuned")}) == 3
+        assert len({own, await space(untrained(), "bf16"), await space(tmp_path / "tuned")}) == 3
 
     run_debug(main())

@@ -12,10 +12,12 @@ import pytest
 from kernels.engine import Admission, Buffer, Chunk, Engine, ImageRows, Prefix, Sampling, StateError, Tokens
 from kernels.seal import seal
 from kernels.timed import TimedEngine
+from run.checkpoint import VOCAB_SIZE
+from run.tokenizer import CONTROL, IMAGE
 from tests.kernels.test_engine import GREEDY, TIMED, WARM, Make, extend, local, timed, timed_with_drafts, tokens
 
 NUM_NEW = 12
-IMAGE_TOKEN = 2039
+IMAGE_TOKEN = VOCAB_SIZE - len(CONTROL) + [name for name, _ in CONTROL].index(IMAGE)
 
 
 def images(*starts: int) -> list[ImageRows]:

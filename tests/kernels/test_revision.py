@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from kernels.revision import revision
 from kernels.shards import INDEX, CheckpointError
-from tests.kernels.test_engine import TINY
+from run.settings import DEFAULT_MODEL
 
 Tensors = dict[str, torch.Tensor]
 
@@ -43,7 +43,7 @@ def exchange(tensors: Tensors) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    shutil.copy(TINY / "config.json", tmp_path)
+    shutil.copy(DEFAULT_MODEL / "config.json", tmp_path)
     return tmp_path
 
 
@@ -58,28 +58,28 @@ def folder(tmp_path: Path) -> Path:
     ],
 )
 def test_what_is_another_checkpoint(folder: Path, change: Callable[[Tensors], None]) -> None:
-    tensors = {name: tensor.clone() for name, tensor in load_file(TINY / "model.safetensors").items()}
+    tensors = {name: tensor.clone() for name, tensor in load_file(DEFAULT_MODEL / "model.safetensors").items()}
     change(tensors)
     save_file(tensors, folder / "model.safetensors")
-    assert revision(folder) != revision(TINY)
+    assert revision(folder) != revision(DEFAULT_MODEL)
 
 
 def test_the_configuration_counts(folder: Path) -> None:
-    shutil.copy(TINY / "model.safetensors", folder)
-    assert revision(folder) == revision(TINY)
-    (folder / "config.json").write_text((TINY / "config.json").read_text().replace("10000", "10001"))
-    assert revision(folder) != revision(TINY)
+    shutil.copy(DEFAULT_MODEL / "model.safetensors", folder)
+    assert revision(folder) == revision(DEFAULT_MODEL)
+    (folder / "config.json").write_text((DEFAULT_MODEL / "config.json").read_text().replace("10000", "10001"))
+    assert revision(folder) != revision(DEFAULT_MODEL)
 
 
 def test_files_and_their_order_do_not(folder: Path) -> None:
-    tensors = load_file(TINY / "model.safetensors")
+    tensors = load_file(DEFAULT_MODEL / "model.safetensors")
     names = sorted(tensors)
     parts = {"b.safetensors": names[:100], "a.safetensors": names[100:]}
     for file, part in parts.items():
         save_file({name: tensors[name] for name in part}, folder / file)
     weight_map = {name: file for file, part in parts.items() for name in part}
     (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
-    assert revision(folder) == revision(TINY)
+    assert revision(folder) == revision(DEFAULT_MODEL)
     for file in parts:
         (folder / file).unlink()
     with pytest.raises(CheckpointError, match="none of its files"):

@@ -21,6 +21,7 @@ from nats.aio.client import Client
 
 from run.home import Client as Credentials
 from run.home import Ready
+from tests.untrained import untrained
 
 TENANTS = """
 [tenants.acme]
@@ -33,7 +34,7 @@ nats_password = "word-of-beta"
 
 
 class System:
-    """`shoal up` as a child: its ready file, its output, and its end."""
+    """`shoal up` as a child: its ready file, its output, and its end. The model is untrained, unless told otherwise."""
 
     def __init__(
         self,
@@ -49,11 +50,12 @@ class System:
         told = ["--ready-file", str(ready_file)] if ready_file else []
         told += ["--cluster", str(cluster)] if cluster else []
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("SHOAL_", "OTEL_"))}
+        ours = {"SHOAL_HTTP_PORT": "0", "SHOAL_HOME": str(folder / "home"), "SHOAL_MODEL": str(untrained())}
         self.output = folder / "output.txt"
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "run.cli", "up", *told],
-                env={**clean, "SHOAL_HTTP_PORT": "0", "SHOAL_HOME": str(folder / "home"), **(environment or {})},
+                env={**clean, **ours, **(environment or {})},
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,

@@ -274,5 +274,5 @@ def test_blocks_outlive_a_restart_and_what_differs_is_counted(tmp_path: Path) ->
     hits = [cached_tokens(answer) for answer in answers]
     assert all(hit >= BLOCK for hit in hits)
     assert found["prefill replayed_tokens"] == BLOCK * len(prompts)
-    # How many answers differ is no one's promise; with the bundled weights some do.
+    # How many answers differ is no one's promise; with untrained weights some do.
     assert all(texts[1])

@@ -1,4 +1,4 @@
-"""Images through the whole system: the official SDKs and a NATS client, the bundled checkpoint's own eyes."""
+"""Images through the whole system: the official SDKs and a NATS client, and the model's own eyes."""
 
 from __future__ import annotations
 

@@ -1,22 +1,25 @@
-"""One trace per request across all processes, as a collector sees it."""
+"""One trace per request across all processes, as a collector sees it: a question to the bundled model by each SDK."""
 
 from __future__ import annotations
 
 import gzip
 import http.server
-import json
 import threading
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import anthropic
+import openai
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from run.settings import DEFAULT_MODEL
 from tests.stack.conftest import System
 
 pytestmark = pytest.mark.stack
+
+MODEL = "shoal-tiny"
 
 
 class Span(NamedTuple):
@@ -73,29 +76,43 @@ def collector() -> Iterator[Collector]:
 
 def test_one_request_is_one_trace_through_every_process(collector: Collector, tmp_path: Path) -> None:
     endpoint = f"http://127.0.0.1:{collector.server.server_port}"
-    system = System(tmp_path, {"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint})
+    system = System(tmp_path, {"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, "SHOAL_MODEL": str(DEFAULT_MODEL)})
     try:
-        body = {"model": "shoal-tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
-        headers = {"content-type": "application/json"}
-        request = urllib.request.Request(f"{system.http}/v1/chat/completions", json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request, timeout=50) as response:
-            assert response.status == 200
+        talk(system)
     finally:
         system.stop()  # which sends what is left
 
-    (decode,) = [span for span in collector.spans if span.name == "decode"]
-    ours = {span.id: span for span in collector.spans if span.trace == decode.trace}
-    tree = {(ours[span.parent].name if span.parent else "", span.name, span.process) for span in ours.values()}
-    assert tree == {
-        ("", "gateway", "shoal-front"),
-        ("gateway", "recipe", "shoal-front"),
-        ("recipe", "entrypoint", "shoal-front"),
-        ("entrypoint", "route prefill", "shoal-front"),
-        ("entrypoint", "prefill", "shoal-prefill"),
-        ("prefill", "prefill queue", "shoal-prefill"),
-        ("prefill", "prefill compute", "shoal-prefill"),
-        ("prefill", "hand over", "shoal-prefill"),
-        ("hand over", "route decode", "shoal-front"),
-        ("hand over", "decode", "shoal-decode"),
-    }
+    decodes = [span for span in collector.spans if span.name == "decode"]
+    assert len({decode.trace for decode in decodes}) == 4
+    for decode in decodes:
+        ours = {span.id: span for span in collector.spans if span.trace == decode.trace}
+        tree = {(ours[span.parent].name if span.parent else "", span.name, span.process) for span in ours.values()}
+        assert tree == {
+            ("", "gateway", "shoal-front"),
+            ("gateway", "recipe", "shoal-front"),
+            ("recipe", "entrypoint", "shoal-front"),
+            ("entrypoint", "route prefill", "shoal-front"),
+            ("entrypoint", "prefill", "shoal-prefill"),
+            ("prefill", "prefill queue", "shoal-prefill"),
+            ("prefill", "prefill compute", "shoal-prefill"),
+            ("prefill", "hand over", "shoal-prefill"),
+            ("hand over", "route decode", "shoal-front"),
+            ("hand over", "decode", "shoal-decode"),
+        }
     assert "/v1/metrics" in collector.paths
+
+
+def talk(system: System) -> None:
+    """A conversation of two turns, and one question in each of the other protocols; what is said is not looked at."""
+    said: list[Any] = [{"role": "user", "content": "Hello"}]
+    with openai.OpenAI(base_url=f"{system.http}/v1", api_key="none", max_retries=0) as ai:
+        first = ai.chat.completions.create(model=MODEL, messages=said, max_tokens=20).choices[0]
+        assert first.finish_reason in ("stop", "length")
+        said += [{"role": "assistant", "content": first.message.content}, {"role": "user", "content": "Who are you?"}]
+        chunks = ai.chat.completions.create(model=MODEL, messages=said, max_tokens=20, stream=True)
+        assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] in ("stop", "length")
+        answer = ai.responses.create(model=MODEL, input="What can you do?", max_output_tokens=20)
+        assert answer.status in ("completed", "incomplete")
+    with anthropic.Anthropic(base_url=system.http, api_key="none", max_retries=0) as sdk:
+        message = sdk.messages.create(model=MODEL, messages=said[-1:], max_tokens=20)
+        assert message.stop_reason in ("end_turn", "max_tokens") and message.usage.output_tokens <= 20

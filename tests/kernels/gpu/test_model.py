@@ -20,8 +20,8 @@ from kernels.ops.experts import Fp4Weights
 from kernels.ops.linear import Fp8Weight
 from tests.kernels.conftest import GOLDEN
 from tests.kernels.gpu.device import CUDA, PretendCuda, is_marked
+from tests.untrained import untrained
 
-TINY = Path(__file__).parents[3] / "run" / "models" / "shoal-tiny"
 KEPT = ["layers.2.", "layers.4.", "layers.6."]  # pairs, full, reindex
 CHANGED = {
     "num_hidden_layers": 3, "compress_ratios": [2, 1, 1], "kv_source_layer_ids": [0, 1],
@@ -68,12 +68,12 @@ def test_plain_weights_and_engram(tmp_path: Path) -> None:
 
 @pytest.fixture
 def short(tmp_path: Path) -> Path:
-    """A part of the bundled checkpoint, with FP8 and FP4 weights, where three tokens are a long prompt."""
-    config = json.loads((TINY / "config.json").read_text())
+    """A part of the untrained checkpoint, with FP8 and FP4 weights, where three tokens are a long prompt."""
+    config = json.loads((untrained() / "config.json").read_text())
     config["text_config"].update(CHANGED)
     (tmp_path / "config.json").write_text(json.dumps(config))
     tensors = {}
-    for name, tensor in load_file(TINY / "model.safetensors").items():
+    for name, tensor in load_file(untrained() / "model.safetensors").items():
         if name.endswith(("indexer.wq_b.weight", "indexer.wq_b.scale", "indexer.weights_proj.weight")):
             tensor = tensor[: len(tensor) // 4].clone()  # two heads of eight
         for number, prefix in enumerate(KEPT):
