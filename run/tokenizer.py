@@ -15,7 +15,7 @@ from tokenizers.trainers import BpeTrainer
 from run.corpus import phrases, texts, whole
 
 BOS, EOS, PAD = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>"
-SYSTEM = "<｜System｜>"
+SYSTEM, ASSISTANT, THINK_END, DSML = "<｜System｜>", "<｜Assistant｜>", "</think>", "｜DSML｜"
 IMAGE = "<｜image｜>"
 NOISE = "<｜fim▁hole｜>"  # what draft stages embed for the tokens they are to propose; no conversation holds it
 
@@ -26,11 +26,11 @@ CONTROL = (
     ("<｜fim▁begin｜>", False),
     ("<｜fim▁end｜>", False),
     ("<｜User｜>", False),
-    ("<｜Assistant｜>", False),
+    (ASSISTANT, False),
     ("<|EOT|>", False),
     ("<think>", False),
-    ("</think>", False),
-    ("｜DSML｜", False),
+    (THINK_END, False),
+    (DSML, False),
     ("<｜latest_reminder｜>", False),
     (IMAGE, False),
     ("<｜/polygon｜>", True),
@@ -100,9 +100,11 @@ def _cutting(model: BPE) -> Tokenizer:
 
 
 def _phrases() -> str:
-    """The pattern of the phrases. A look at the first two characters spares most words the long list: half the time."""
-    starts = sorted({re.escape(text[:2] if text.startswith(" ") else text[0]) for text in phrases()})
-    return f"(?={'|'.join(starts)})(?:{'|'.join(map(re.escape, phrases()))})"
+    """The pattern of the phrases. A look at two characters spares most words the long list: twice as fast."""
+    texts = phrases()
+    first = "".join(sorted({re.escape(text[0]) for text in texts} - {re.escape(" ")}))
+    second = "".join(sorted({re.escape(text[1]) for text in texts if text[0] == " "}))
+    return f"(?=[{first}]| [{second}])(?:{'|'.join(map(re.escape, texts))})"
 
 
 def _merges(num: int, words: frozenset[str]) -> list[tuple[str, str]]:
