@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 
 from run.train.example import Example
-from run.train.tasks import about, arithmetic, extraction, recall, tools, transform
+from run.train.tasks import about, arithmetic, extraction, picture, recall, tools, transform
 
 Task = Callable[[random.Random, int], Example]
 
@@ -21,6 +21,7 @@ TASKS: dict[str, Task] = {
     "tools": tools.example,
     "extraction": extraction.example,
     "about": about.example,
+    "picture": picture.example,
 }
 HELD_OUT: dict[str, Task] = TASKS | {"about": about.held_out}
 """What held-out examples are made by: the same, but for what is known by heart, which is asked in other words."""
