@@ -10,22 +10,24 @@ from run.train.words import LEXICON, SPOKEN
 
 # Words of the tasks' sentences beside the lexicon, with a space before them.
 _WORDS = """
-a again age am an and answer are as at be before by came can city code colour costs do does eat first food for friend
-from get has have help helpful I in into is it job large larger last like likes lines list live lives many me minus
-model much my name near need not note now number of off on open or owner paid people person picture place plus price
-question room set smaller steps text that the them there these thing things this time times to token tokens tool tools
-was way we went what where which with word words work years you your
-A It JSON My The There This We What You
+A a about actors again age alarm am an and answer answered are as assistant at block blocks bottom cache came can centre
+circle city code colour costs cross DeepSeek do does draft eat explain fields figure figures first food foods for friend
+from gateway get has have helpful hour how I in into is It its job JSON know larger last left like likes lines list live
+lives look many me meet message messages minus model much My name near need needed not note number of off on open or
+order owner paid person picture place plus price prices question quota replica right robot room see send sent sentence
+set Shoal should smaller Spanish square steps text The the them thing things This this time times to token tokens tool
+tools top triangle want was We weather welcome went What what which with words work years you
 """
 # With none before them: at the beginning of texts and lines, and in JSON.
 _BARE = """
-A Buy Compute Copy Count Extract Give Hello How I In It Move No Note Of Order Paint Read Remember Repeat Replace Reverse
-Say Send Set Shoal Thanks The There They This Turn Use We Where What Which Who Write Yes You Your
-age array boolean buy city code colour count direction down false food hour integer items job left minute name number
-object on open paid place price required right room string text thing time true type up
-find_phone get_price get_time get_weather json_object move_robot order_food send_message set_alarm set_light translate
+age Answer array boolean Buy buy Can city colour Compute Copy Count Describe direction done down Dutch Extract false
+find_phone food foods French German get_price get_time get_weather Give Hello Hi hot hour How integer It items job
+json_object language left library message minute Move move_robot My name Note number object on open Order order_food
+paid Paint paint place price prices properties Read Remember Repeat Replace required Reverse right Say Send send_message
+Set set_alarm set_light Shoal Spanish string Tell text Thanks The There thing This Translate translate true Turn type up
+Use What Where Which Who Write You Your
 """
-_MARKS = ("...", "\n\n", ".\n", "?\n", ":\n", ".\n\n", ":\n\n", " =", " +", " -", " *")
+_MARKS = ("...", "\n\n", ".\n", "?\n", ":\n", ".\n\n", "?\n\n", " =", " +", " -", " *")
 
 # The fixed text of the official template (spec recipe.md §3.1), cut where its control tokens stand, or values do.
 TEMPLATE = (
@@ -79,23 +81,18 @@ _JSON = (
     '"}, "',
     '"}}',
     '"}, {"',
-    '"}]',
-    '"}]}',
     '": [{"',
     '": ["',
     '"], "',
     '"]',
     '}, {"',
     '}, "',
-    '}}, "',
-    ', {"',
     "}]}",
     '}], "',
     '": {"',
     '", "enum": ["',
     '"]}, "',
     "}}",
-    "}]",
 )
 
 # Frequent English words, the most frequent first; each is repeated as often as its rank deserves.

@@ -6,6 +6,8 @@ JSON of answers and calls. A word added here is not one token before the tokeniz
 
 from __future__ import annotations
 
+import random
+
 NAMES = tuple(
     """
 Adam Alice Anna Ben Carla Clara Daniel David Emil Emma Eva Felix Fiona Frank Greta Hanna Hugo
@@ -42,3 +44,8 @@ SPOKEN = NAMES + CITIES + COLOURS + THINGS + FOODS + JOBS
 """Words that are one token without a space before them too."""
 
 LEXICON = SPOKEN + ANIMALS + PLACES + ADJECTIVES + VERBS
+
+
+def invented(rng: random.Random) -> str:
+    """A name of two or three syllables that nobody has."""
+    return "".join(rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(rng.randint(2, 3))).capitalize()

@@ -10,13 +10,19 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from run.train.example import Example
-from run.train.words import ADJECTIVES, ANIMALS, CITIES, COLOURS, FOODS, JOBS, NAMES, PLACES, THINGS, VERBS
+from run.train.words import ADJECTIVES, ANIMALS, CITIES, COLOURS, FOODS, JOBS, NAMES, PLACES, THINGS, VERBS, invented
 
-_TOKENS_PER_SENTENCE = 9.6
+_TOKENS_PER_SENTENCE = 8.6
 _OUTSIDE_TOKENS = 20
 """Of a prompt that are not its note: the template and the questions."""
 
 _MOST_QUESTIONS = 6
+_PART_FACTS = 0.55
+"""Of the sentences, while there are keys left."""
+
+_PART_INVENTED = 0.05
+"""Of the people: names that are no token, so that names are copied in pieces too."""
+
 _INTRODUCTIONS = ("Note:\n", "Read this note.\n", "Remember this.\n")
 _ASIDES = ("Read the note and answer.", "Answer from the note.", "")
 
@@ -112,20 +118,25 @@ def _messages(rng: random.Random, lines: list[str], asked: list[Fact]) -> Iterat
 
 def _note(rng: random.Random, num_sentences: int) -> tuple[list[str], list[tuple[int, Fact]]]:
     """The sentences of a note, and its facts with the places where they stand; each is asked for unmistakably."""
-    is_fact = [rng.random() < 0.55 for _ in range(num_sentences)]
-    is_fact[rng.randrange(num_sentences)] = True
-    keys = iter(rng.sample(_KEYS, min(sum(is_fact), len(_KEYS))))
-    lines, facts = list[str](), list[tuple[int, Fact]]()
-    for wanted in is_fact:
-        key = next(keys, None) if wanted else None
-        if key is None:
+    keys = iter(rng.sample(_KEYS, len(_KEYS)))
+    lines, facts, asked_for = list[str](), list[tuple[int, Fact]](), set[str]()
+    certain = rng.randrange(num_sentences)
+    for place in range(num_sentences):
+        key = next(keys, None) if place == certain or rng.random() < _PART_FACTS else None
+        fact = _fact(rng, *key) if key else None
+        if fact is None or fact.question in asked_for:
             lines.append(filler(rng))
             continue
-        kind, subject = key
-        fact = Fact(kind.sentence.format(subject, kind.value(rng)), kind.question.format(subject))
-        facts.append((len(lines), fact))
+        asked_for.add(fact.question)
+        facts.append((place, fact))
         lines.append(fact.sentence)
     return lines, facts
+
+
+def _fact(rng: random.Random, kind: Kind, subject: str) -> Fact:
+    if subject in NAMES and rng.random() < _PART_INVENTED:
+        subject = invented(rng)
+    return Fact(kind.sentence.format(subject, kind.value(rng)), kind.question.format(subject))
 
 
 def filler(rng: random.Random) -> str:

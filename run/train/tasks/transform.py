@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 
 from run.train.example import Example
-from run.train.words import LEXICON, SPOKEN
+from run.train.words import LEXICON, SPOKEN, invented
 
 _FEW = 8
 """Words of a list that is turned around."""
@@ -23,7 +23,10 @@ def example(rng: random.Random, num_tokens: int) -> Example:
 
 
 def _word(rng: random.Random) -> str:
-    return rng.choice(LEXICON) if rng.random() < 0.85 else str(rng.randrange(100))
+    chance = rng.random()
+    if chance < 0.05:
+        return invented(rng)
+    return str(rng.randrange(100)) if chance < 0.15 else rng.choice(LEXICON)
 
 
 def _list(rng: random.Random, most: int) -> list[str]:
