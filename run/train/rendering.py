@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import base64
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import deepseek_recipe as library
 import numpy as np
 import numpy.typing as npt
 import orjson
 
 from actors.recipe.card import ModelCard
 from actors.recipe.converter import Converter
-from actors.recipe.protocol import REQUESTS
 from actors.vision.images import prepare
 from kernels.config import ModelConfig
-from kernels.vision_config import VisionConfig
 from run.tokenizer import ASSISTANT, DSML, EOS, THINK_END
 from run.train.example import Example
 from schemas.api import Protocol
-
-_DATA = "base64,"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +38,8 @@ class Renderer:
     """Renders examples for the model in a checkpoint folder, with its tokenizer. Raises CardError where it is none."""
 
     def __init__(self, folder: str | Path) -> None:
-        card = ModelCard.from_folder(folder)
-        self._tokenizer = Converter(card).tokenizer
-        self._encoding = library.DeepseekV41Encoding().with_tokenizer(self._tokenizer)
-        names = {card.name: library.ModelVersion.DeepseekV41Flash}
-        self._options = library.ConversionOptions().with_model_versions_by_name(names)
-        self._name = card.name
-        self._image_token = card.image_token
+        self._converter = Converter(ModelCard.from_folder(folder))
+        self._tokenizer = self._converter.tokenizer
         self._vision = ModelConfig.from_folder(folder).vision
         self._assistant, self._dsml, self._eos, self._think_end = (
             self._tokenizer.encode(text)[0] for text in (ASSISTANT, DSML, EOS, THINK_END)
@@ -61,7 +49,7 @@ class Renderer:
     def render(self, example: Example) -> Sample:
         """The example as the model would see and say it.
 
-        Raises ConversionError where the official library refuses the request, ValueError for images without a tower.
+        Raises Refusal where the service would refuse the request.
         """
         prompt, images = self._prompt(example.request)
         answer = self._answer(example)
@@ -74,20 +62,17 @@ class Renderer:
 
     def _prompt(self, request: dict[str, Any]) -> tuple[npt.NDArray[np.int64], list[tuple[int, npt.NDArray[np.uint8]]]]:
         """The prompt's tokens with each image token repeated for its image, and the images."""
-        # Not `Converter.read`: it refuses a response_format while nothing enforces one, and checks each field first.
-        body = {"model": self._name, **request}
-        converted = REQUESTS[Protocol.CHAT_COMPLETIONS](body).convert(self._options)
-        tokens = np.asarray(self._encoding.encode(converted.conversation), dtype=np.int64)
-        (positions,) = np.nonzero(tokens == self._image_token)
-        if not len(positions):
+        body = orjson.dumps({"model": self._converter.card.name, **request})
+        draft = self._converter.read(Protocol.CHAT_COMPLETIONS, body)
+        tokens = draft.tokens.astype(np.int64)
+        if not draft.images or self._vision is None:
             return tokens, []
-        if self._vision is None:
-            raise ValueError("an image, but the model has no tower")
-        images = [_pixels(url, self._vision) for url in _urls(request)]
+        prepared = [prepare(source.data, self._vision) for source in draft.images]
+        (positions,) = np.nonzero(tokens == self._converter.card.image_token)
         repeats = np.ones(len(tokens), dtype=np.int64)
-        repeats[positions] = [num_tokens for _, num_tokens in images]
+        repeats[positions] = [image.plan.num_tokens for image in prepared]
         starts = (np.cumsum(repeats) - repeats)[positions]
-        return np.repeat(tokens, repeats), [(int(at), pixels) for at, (pixels, _) in zip(starts, images, strict=True)]
+        return np.repeat(tokens, repeats), [(int(at), image.pixels) for at, image in zip(starts, prepared, strict=True)]
 
     def _answer(self, example: Example) -> list[int]:
         """The assistant's turn from behind its opening to EOS (spec recipe.md §3.1)."""
@@ -115,16 +100,3 @@ def _invoke(function: dict[str, str]) -> str:
         for key, value in orjson.loads(function["arguments"]).items()
     )
     return f'<{DSML} invoke name="{function["name"]}">\n{parameters}\n</{DSML} invoke>'
-
-
-def _urls(request: dict[str, Any]) -> Iterator[str]:
-    """The data URLs of a request's images, in order."""
-    for message in request["messages"]:
-        if isinstance(message["content"], list):
-            yield from (part["image_url"]["url"] for part in message["content"] if part["type"] == "image_url")
-
-
-def _pixels(url: str, vision: VisionConfig) -> tuple[npt.NDArray[np.uint8], int]:
-    """An image as the tower gets it, and how many tokens it takes."""
-    prepared = prepare(base64.b64decode(url.partition(_DATA)[2]), vision)
-    return prepared.pixels, prepared.plan.num_tokens
