@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,7 @@ def _calls(calls: list[dict[str, Any]]) -> str:
 def _invoke(function: dict[str, str]) -> str:
     parameters = "\n".join(
         f'<{DSML} parameter name="{key}" string="{str(isinstance(value, str)).lower()}">'
-        f"{value if isinstance(value, str) else orjson.dumps(value).decode()}</{DSML} parameter>"
-        for key, value in orjson.loads(function["arguments"]).items()
+        f"{value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}</{DSML} parameter>"
+        for key, value in json.loads(function["arguments"]).items()
     )
     return f'<{DSML} invoke name="{function["name"]}">\n{parameters}\n</{DSML} invoke>'
