@@ -40,10 +40,10 @@ sad short slow small soft strong tall warm young
 )
 VERBS = tuple("eats finds jumps moves plays reads runs sells sings sits sleeps stands waits walks".split())
 
-SPOKEN = NAMES + CITIES + COLOURS + THINGS + FOODS + JOBS
+SPOKEN = NAMES + CITIES + COLOURS + THINGS + FOODS + JOBS + PLACES
 """Words that are one token without a space before them too."""
 
-LEXICON = SPOKEN + ANIMALS + PLACES + ADJECTIVES + VERBS
+LEXICON = SPOKEN + ANIMALS + ADJECTIVES + VERBS
 
 
 def invented(rng: random.Random) -> str:
