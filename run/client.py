@@ -1,4 +1,4 @@
-"""The gateway, as `shoal chat` and `shoal bench turns` ask it: HTTP and SSE."""
+"""The gateway, as `shoal chat`, `shoal bench turns` and `shoal eval` ask it: HTTP and SSE."""
 
 from __future__ import annotations
 

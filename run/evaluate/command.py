@@ -126,15 +126,15 @@ def drafts(
     json
         Print one JSON object instead of tables.
     """
-    from kernels.model import load_model
     from run.evaluate.calibration import temperatures_of
+    from run.evaluate.decoding import open_model
     from run.evaluate.drafts import run_drafts
     from run.evaluate.drafts_report import drafts_table, summaries
     from run.evaluate.prompts import render
 
     _check(num, max_tokens)
     place = folder or Settings.from_environment().model
-    model = load_model(place)
+    model = open_model(place)
     if model.drafter is None:
         print(f"shoal: {place} has no draft stages", file=sys.stderr)
         return 1
@@ -175,13 +175,13 @@ def replay(
     json
         Print one JSON object instead of a table.
     """
-    from kernels.model import load_model
+    from run.evaluate.decoding import open_model
     from run.evaluate.prompts import render
     from run.evaluate.replay import compare, replay_table, summaries
 
     _check(num, max_tokens)
     place = folder or Settings.from_environment().model
-    model = load_model(place)
+    model = open_model(place)
     prompts = render(place, sampled([RECALL], num, split))
     with progress(len(prompts), is_quiet=json) as told:
         found = compare(model, prompts, max_tokens, told)

@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kernels.batch import Batch
 from kernels.cache import StatePool
 from kernels.engine import Sampling
-from kernels.model import Model
-from run.evaluate.prompts import Prompt
+from kernels.model import Model, load_model
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A question as the engine gets it: the row it counts for, and its tokens.
+
+    `images`: of each the position of its first token and its rows [num_tokens, hidden_size] fp32.
+    """
+
+    row: str
+    tokens: list[int]
+    images: list[tuple[int, npt.NDArray[np.float32]]]
+
 
 GREEDY = Sampling(temperature=0.0, top_p=1.0, seed=0)
 STEP_TOKENS = 512  # of a prefill step
+
+
+def open_model(folder: Path) -> Model:
+    """The model of a checkpoint folder, computed as engines do by default. Raises ConfigError and CheckpointError."""
+    torch.set_num_threads(1)  # small products are slower on two threads than on one
+    return load_model(folder)
 
 
 def prefill(model: Model, pool: StatePool, prompt: Prompt, num_answer: int, *, exact: bool) -> tuple[int, torch.Tensor]:

@@ -13,8 +13,7 @@ from kernels.cache import StatePool
 from kernels.model import Model
 from kernels.verify import verify
 from run.evaluate.calibration import Floats
-from run.evaluate.decoding import GREEDY, prefill
-from run.evaluate.prompts import Prompt
+from run.evaluate.decoding import GREEDY, Prompt, prefill
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -11,17 +10,9 @@ import numpy.typing as npt
 
 from kernels.config import ModelConfig
 from kernels.vision import load_vision
+from run.evaluate.decoding import Prompt
 from run.evaluate.questions import Question
 from run.train.rendering import Renderer
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """`images`: of each the position of its first token and its rows [num_tokens, hidden_size] fp32."""
-
-    row: str
-    tokens: list[int]
-    images: list[tuple[int, npt.NDArray[np.float32]]]
 
 
 def render(folder: Path, questions: Sequence[Question]) -> list[Prompt]:

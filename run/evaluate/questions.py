@@ -9,7 +9,7 @@ from itertools import count, islice
 from run.settings import SettingsError
 from run.train.example import Example
 from run.train.seeds import Split, rng
-from run.train.tasks import TASKS
+from run.train.tasks import HELD_OUT, TASKS
 
 RECALL = "recall"
 RECALL_TOKENS = (1_000, 4_000)
@@ -70,8 +70,9 @@ def _sources(tasks: Sequence[str], first: int) -> Iterator[tuple[str, int, int]]
 
 
 def _questions(task: str, num_tokens: int, split: Split, start: int) -> Iterator[Question]:
+    make = (HELD_OUT if split == "held-out" else TASKS)[task]
     for index in count(start):
-        example = TASKS[task](rng(split, task, index), num_tokens)
+        example = make(rng(split, task, index), num_tokens)
         if task != RECALL:
             yield Question(example.skill, 0, example)
         elif example.depth is not None:

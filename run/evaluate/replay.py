@@ -13,8 +13,7 @@ from rich.table import Table
 from kernels.batch import Batch
 from kernels.cache import StatePool
 from kernels.model import Model
-from run.evaluate.decoding import prefill
-from run.evaluate.prompts import Prompt
+from run.evaluate.decoding import Prompt, prefill
 from run.evaluate.report import new_table, share, share_cells
 
 

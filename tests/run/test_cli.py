@@ -11,7 +11,7 @@ import pytest
 
 from tests.actors.edge import make_card
 
-COMMANDS = ["", "up", "node", "health", "status", "chat", "simulate", "checkpoint", "checkpoint make"]
+COMMANDS = ["", "up", "node", "health", "status", "chat", "eval", "simulate", "checkpoint", "checkpoint make"]
 BENCHES = ["bench", "bench bus", "bench frontend", "bench engine", "bench kv", "bench cost", "bench turns"]
 
 
