@@ -22,9 +22,10 @@ from run.tokenizer import BOS, CONTROL, EOS, IMAGE, NOISE, PAD
 
 Array = npt.NDArray[np.float64]
 
-# The end-of-sequence row of the head is this much longer than others, so that answers end after some hundred tokens.
-# The rows of other control tokens are zero: a model that knows nothing should not open a tool call by chance.
-_EOS_GAIN = 1.5
+# The end-of-sequence row of the head is this much as long as others: answers mostly run to their limit, so that tests
+# have time to interrupt them. The rows of other control tokens are zero: a model that knows nothing should not open a
+# tool call by chance.
+_EOS_GAIN = 0.8
 
 # By the end of a name. Means of norm weights, give or take ten percent; standard deviations of what is no matrix;
 # and of matrices, times the square root of their input width. wo_b is below the published spread, and the memory of
