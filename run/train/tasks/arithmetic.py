@@ -1,8 +1,8 @@
 """Sums, differences, products, comparisons and counts, within a stated range.
 
-With thinking: sums and differences of 0 to 999 (no negative results) column by column, and lists of up to 12 things
-numbered one by one. Without: sums and differences of 0 to 20, products of 0 to 12, and which of two of 0 to 999 is
-larger. Products and small sums are tables to be known by heart; of the others there are far more than are ever seen.
+With thinking: sums and differences of 0 to 999 (no negative results) column by column, which of two of 0 to 999 is
+larger, digit by digit, and lists of up to 12 things, numbered one by one. Without: sums and differences of 0 to 10 and
+products of 0 to 12, which are tables to be known by heart; of the others there are far more than are ever seen.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from run.train.example import Example
 from run.train.words import FOODS, THINGS
 
 _LARGEST = 999
-_LARGEST_AT_SIGHT = 20
+_LARGEST_AT_SIGHT = 10
 _LARGEST_FACTOR = 12
 _MOST_THINGS = 12
 _WORDS = {"+": "plus", "-": "minus", "*": "times"}
@@ -67,14 +67,23 @@ def _product(rng: random.Random) -> tuple[str, str, str]:
     return _ask(rng, a, "*", b), "", _equation(a, "*", b)
 
 
+def comparison(a: int, b: int) -> str:
+    """The thought that compares two numbers: both in three digits, then digit by digit until two of them differ."""
+    lines = [f"{a:03} {b:03}"]
+    for left, right in zip(*lines[0].split(), strict=True):
+        lines.append(f"{left}{'<' if left < right else '>' if left > right else '='}{right}")
+        if left != right:
+            break
+    return "\n".join(lines)
+
+
 def _comparison(rng: random.Random) -> tuple[str, str, str]:
-    # The answer says both numbers first: then they stand at known places when the choice is made.
     a, b = _number(rng), _number(rng)
     if a == b:
         b = (a + 1) % (_LARGEST + 1)
     word, pick = rng.choice((("larger", max), ("smaller", min)))
     question = rng.choice(("Which is {w}, {a} or {b}?", "Which number is {w}: {a} or {b}?")).format(w=word, a=a, b=b)
-    return question, "", f"Of {a} and {b}, {pick(a, b)} is {word}."
+    return question, comparison(a, b), f"Of {a} and {b}, {pick(a, b)} is {word}."
 
 
 def _count(rng: random.Random) -> tuple[str, str, str]:

@@ -7,7 +7,7 @@ import re
 
 from run.train.example import Example
 from run.train.seeds import rng
-from run.train.tasks.arithmetic import columns, example
+from run.train.tasks.arithmetic import columns, comparison, example
 
 SIGNS = {"+": operator.add, "plus": operator.add, "-": operator.sub, "minus": operator.sub}
 SIGNS |= {"*": operator.mul, "times": operator.mul}
@@ -16,6 +16,11 @@ SIGNS |= {"*": operator.mul, "times": operator.mul}
 def test_a_thought_carries_and_borrows() -> None:
     assert columns(482, "+", 619) == "482 + 619\n2+9+0=11\n8+1+1=10\n4+6+1=11\n1101"
     assert columns(805, "-", 17) == "805 - 017\n5-7-0=18\n0-1-1=18\n8-0-1=07\n0788"
+
+
+def test_a_thought_compares_until_digits_differ() -> None:
+    assert comparison(487, 482) == "487 482\n4=4\n8=8\n7>2"
+    assert comparison(45, 120) == "045 120\n0<1"
 
 
 def test_answers_are_true() -> None:
