@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from run.bench import gpu_check
+from run.bench import gpu_check, gpu_model
 from run.bench.gpu_case import Case, Draw
 from run.bench.gpu_cases import CASES
 from run.bench.gpu_model import NUM_STEPS, Agreement, check_model
@@ -61,13 +61,14 @@ def test_a_wrong_or_broken_kernel_fails(
 def test_a_model_agrees_with_itself_and_not_with_another(
     pretended: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(gpu_model, "NUM_STEPS", 4)
     found = check_model(DEFAULT_MODEL, "cpu")
-    assert (found.num_same, found.cosine > 0.99999, found.same_alone, found.passed) == (NUM_STEPS, True, True, True)
-    assert not Agreement(NUM_STEPS, 0.99, True, 1.0, 1.0).passed
-    assert not Agreement(NUM_STEPS, 1.0, False, 1.0, 1.0).passed
-    monkeypatch.setattr(gpu_check, "check_model", lambda folder, device: Agreement(3, 1.0, True, 1.0, 1.0))
+    assert (found.num_same, found.cosine > 0.99999, found.same_alone, found.passed) == (4, True, True, True)
+    assert not Agreement(4, 0.99, True, 1.0, 1.0).passed
+    assert not Agreement(4, 1.0, False, 1.0, 1.0).passed
+    monkeypatch.setattr(gpu_check, "check_model", lambda folder, device: Agreement(2, 1.0, True, 1.0, 1.0))
     assert gpu_check.main() == 1
-    assert "3 of 32 greedy tokens as on the CPU" in capsys.readouterr().out
+    assert "2 of 4 greedy tokens as on the CPU" in capsys.readouterr().out
 
 
 def test_names_and_draws() -> None:

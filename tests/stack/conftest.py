@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -80,14 +81,18 @@ class System:
         """The process that runs a role (the first, if there are several)."""
         return self.ready.pids[role][0]
 
-    def stop(self) -> int:
-        """Ctrl-C, and wait."""
-        self.process.send_signal(signal.SIGINT)
+    def stop(self, number: signal.Signals = signal.SIGINT) -> int:
+        """Ctrl-C, and wait: none of its processes is left then, and nobody listens where it did."""
+        pids = [pid for pids in self.ready.pids.values() for pid in pids if pid]
+        places = [self.http, self.ready.nats]
+        self.process.send_signal(number)
         try:
-            return self.process.wait(timeout=15)
+            status = self.process.wait(timeout=15)
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise
+        wait_for(lambda: not any(map(is_alive, pids)) and not any(map(is_open, places)), 10.0)
+        return status
 
     @asynccontextmanager
     async def client(self, tenant: str = "") -> AsyncIterator[Client]:
@@ -102,6 +107,25 @@ class System:
             yield connection
         finally:
             await connection.close()
+
+
+def is_open(place: str) -> bool:
+    """Whether somebody listens there. A process's last threads may hold its sockets a moment longer than its pid."""
+    host, port = place.rpartition("/")[2].split(":")
+    try:
+        socket.create_connection((host, int(port))).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+def is_alive(pid: int) -> bool:
+    """A zombie is not alive."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def wait_for(is_true: Callable[[], Any], limit_s: float) -> None:
@@ -129,15 +153,6 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     system = System(folder, {"SHOAL_TENANTS": str(folder / "tenants.toml")}, ready_file=folder / "ready.json")
     yield system
     system.stop()
-
-
-@pytest.fixture
-def own_stack(tmp_path: Path) -> Iterator[System]:
-    """A system of its own, for tests that harm it."""
-    system = System(tmp_path)
-    yield system
-    if system.process.poll() is None:
-        system.stop()
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ BLOCK = 128
 Messages = list[dict[str, Any]]
 
 
-def long_text(seed: int, num_words: int = 150) -> str:
+def long_text(seed: int, num_words: int = 125) -> str:
     draw = random.Random(seed)
     return " ".join("".join(draw.choices("abcdefghij", k=draw.randint(2, 6))) for _ in range(num_words))
 
@@ -91,8 +91,10 @@ def test_a_second_turn_computes_its_new_tokens_only(stack: System, ai: openai.Op
     second = chat(ai, messages)
     after = totals(stack)
     hit = cached_tokens(second)
-    # At least a block is computed: the decoder needs the last window whole.
-    assert hit == min((num_first + 15) // BLOCK, second.usage.prompt_tokens // BLOCK - 1) * BLOCK
+    # At least a block is computed: the decoder needs the last window whole. A block that the answer filled is hit only
+    # if its text is cut into the same tokens again.
+    longest = second.usage.prompt_tokens // BLOCK - 1
+    assert hit in [min(length // BLOCK, longest) * BLOCK for length in (num_first, num_first + 15)]
     assert after["prefill computed_tokens"] - before["prefill computed_tokens"] == second.usage.prompt_tokens - hit
     assert after["prefill replayed_tokens"] == before["prefill replayed_tokens"]
     slot_bytes = 10_176 + 64
@@ -166,21 +168,35 @@ def test_a_stream_says_it_too(stack: System, ai: openai.OpenAI, sampling: dict[s
     assert warm == cold and none < BLOCK <= 2 * BLOCK <= hit
 
 
+QUESTIONS = ["And you?", long_text(91, 60), long_text(92, 20), "Why? " * 40]
+
+
+def ask(ai: openai.OpenAI, number: int, question: str) -> Any:
+    system = {"role": "system", "content": long_text(95 + number)}
+    return chat(ai, [system, {"role": "user", "content": question}])
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    """The folder of a system that was asked all QUESTIONS, stored their blocks, and was stopped; and its answers."""
+    system = System(tmp_path_factory.mktemp("stopped"))
+    try:
+        with openai.OpenAI(base_url=f"{system.http}/v1", api_key="none", max_retries=0) as ai:
+            answers = [ask(ai, number, question) for number, question in enumerate(QUESTIONS)]
+        settled(system)
+    finally:
+        system.stop()
+    return system.folder, answers
+
+
 def test_another_question_behind_the_same_system_prompt_is_answered_as_if_it_were_the_first(
-    stack: System, ai: openai.OpenAI, own_stack: System
+    stack: System, ai: openai.OpenAI, stopped: tuple[Path, list[Any]]
 ) -> None:
-    questions = ["And you?", long_text(91, 60), long_text(92, 20), "Why? " * 40]
-
-    def ask(ai: openai.OpenAI, number: int, question: str) -> Any:
-        system = {"role": "system", "content": long_text(95 + number)}
-        return chat(ai, [system, {"role": "user", "content": question}])
-
-    with openai.OpenAI(base_url=f"{own_stack.http}/v1", api_key="none", max_retries=0) as other:
-        cold = [ask(other, number, question) for number, question in enumerate(questions)]
-    for number in range(len(questions)):
+    cold = stopped[1]
+    for number in range(len(QUESTIONS)):
         assert cached_tokens(ask(ai, number, long_text(93, 100))) == 0
     before = settled(stack)
-    warm = [ask(ai, number, question) for number, question in enumerate(questions)]
+    warm = [ask(ai, number, question) for number, question in enumerate(QUESTIONS)]
     after = totals(stack)
     assert [answer.choices[0].message.content for answer in warm] == [a.choices[0].message.content for a in cold]
     hits = [cached_tokens(answer) for answer in warm]
@@ -247,7 +263,7 @@ def test_faults_cost_time_and_nothing_else(tmp_path: Path) -> None:
                 cold = chat(ai, messages)
                 settled(system)
                 do()
-                answers = [chat(ai, messages) for _ in range(3)]
+                answers = [chat(ai, messages) for _ in range(2)]
                 texts = {answer.choices[0].message.content for answer in answers}
                 if "replay" not in harm and harm != "prefill is killed":  # its snapshots went with it: approximate
                     assert texts == {cold.choices[0].message.content}, harm
@@ -257,22 +273,15 @@ def test_faults_cost_time_and_nothing_else(tmp_path: Path) -> None:
         assert system.stop() == 0
 
 
-@pytest.mark.timeout(120)
-def test_blocks_outlive_a_restart_and_what_differs_is_counted(tmp_path: Path) -> None:
-    """Snapshots are gone then: what is hit is replayed, which is approximate, and told by the counters."""
-    prompts = [[{"role": "user", "content": long_text(80 + number)}] for number in range(4)]
-    texts: list[list[str]] = []
-    for _ in range(2):
-        system = System(tmp_path)
-        try:
-            with openai.OpenAI(base_url=f"{system.http}/v1", api_key="none", max_retries=0) as ai:
-                answers = [chat(ai, messages) for messages in prompts]
-                found = settled(system)
-            texts.append([answer.choices[0].message.content for answer in answers])
-        finally:
-            system.stop()
-    hits = [cached_tokens(answer) for answer in answers]
-    assert all(hit >= BLOCK for hit in hits)
-    assert found["prefill replayed_tokens"] == BLOCK * len(prompts)
-    # How many answers differ is no one's promise; with untrained weights some do.
-    assert all(texts[1])
+def test_blocks_outlive_a_restart(stopped: tuple[Path, list[Any]]) -> None:
+    """Snapshots are gone then: what is hit is replayed, which is approximate: nobody promises the same answers."""
+    system = System(stopped[0])
+    try:
+        with openai.OpenAI(base_url=f"{system.http}/v1", api_key="none", max_retries=0) as ai:
+            answers = [ask(ai, number, question) for number, question in enumerate(QUESTIONS)]
+            found = totals(system)
+    finally:
+        system.stop()
+    assert all(cached_tokens(answer) >= BLOCK for answer in answers)
+    assert all(answer.choices[0].message.content for answer in answers)
+    assert found["prefill replayed_tokens"] == BLOCK * len(QUESTIONS)

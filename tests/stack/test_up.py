@@ -21,7 +21,7 @@ from run.cluster import COMPUTING
 from run.home import Home
 from run.settings import DEFAULT_MODEL
 from schemas.message import Role
-from tests.stack.conftest import System, wait_for
+from tests.stack.conftest import System
 
 pytestmark = pytest.mark.stack
 
@@ -85,7 +85,7 @@ def test_chat_streams_and_a_cancel_ends_the_answer_only(stack: System) -> None:
     """In a terminal of its own: one answer to the end, one cut off by Ctrl-C, then /quit."""
     ours, theirs = pty.openpty()
     with subprocess.Popen(
-        ["env", "TERM=dumb", *command(stack, "chat", "--max-tokens", "300")],
+        ["env", "TERM=dumb", *command(stack, "chat", "--max-tokens", "80")],
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
@@ -113,14 +113,6 @@ def test_chat_streams_and_a_cancel_ends_the_answer_only(stack: System) -> None:
         os.write(ours, b"/quit\n")
         assert process.wait(timeout=20) == 0
     os.close(ours)
-
-
-def test_a_stopped_process_is_found_out_and_replaced(own_stack: System) -> None:
-    """SIGSTOP leaves every socket open; only unanswered pings tell."""
-    victim = own_stack.pid("decode")
-    os.kill(victim, signal.SIGSTOP)
-    wait_for(lambda: own_stack.pid("decode") not in (0, victim), 45.0)
-    assert not Path(f"/proc/{victim}").exists()
 
 
 def not_a_number(model: Path) -> str:
