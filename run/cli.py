@@ -17,6 +17,7 @@ bench = App(name="bench", help="Benchmarks: one table each, or one JSON object w
 
 app.command(bench)
 app.command("run.checkpoint:app", name="checkpoint", help="Make the bundled tiny checkpoint, or look into one.")
+app.command("run.train.command:app", name="train", help="Train shoal-tiny on this machine's CPU, in resumable pieces.")
 app.command("run.evaluate.command:app", name="eval", help="What a model can do, on examples it has not seen.")
 app.command("run.simulate.command:simulate", name="simulate", help="Compare policies of balancing on a workload.")
 bench.command("run.bench.bus:bench_bus", name="bus", help="What the bus costs, beside raw nats-py.")

@@ -16,7 +16,7 @@ _TOKENS_PER_SENTENCE = 8.6
 _OUTSIDE_TOKENS = 20
 """Of a prompt that are not its note: the template and the questions."""
 
-_MOST_QUESTIONS = 6
+_MOST_QUESTIONS = 10
 _PART_FACTS = 0.55
 """Of the sentences, while there are keys left."""
 
@@ -80,8 +80,9 @@ _KEYS = tuple((kind, name) for kind in _OF_PEOPLE for name in NAMES) + tuple(
 
 
 def example(rng: random.Random, num_tokens: int) -> Example:
-    """A note in the first user message or in the system prompt, and one question to six about it."""
-    num_questions = 1 if rng.random() < 0.4 else rng.randint(2, _MOST_QUESTIONS)
+    """A note in the first user message or in the system prompt, and one question to ten about it."""
+    most = _MOST_QUESTIONS if num_tokens > 400 else 6  # a long note costs much, so more is learnt from it
+    num_questions = 1 if rng.random() < 0.3 else rng.randint(2, most)
     room = num_tokens - _OUTSIDE_TOKENS - 22 * num_questions
     lines, facts = _note(rng, max(4, round(room / _TOKENS_PER_SENTENCE)))
     asked = rng.sample(facts, min(num_questions, len(facts)))

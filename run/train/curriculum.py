@@ -1,0 +1,30 @@
+"""The plan of the bundled model: from short conversations to notes of 4,096 tokens, then ever smaller steps."""
+
+from __future__ import annotations
+
+from run.train.plan import Plan, Rows, Stage
+
+_SHORT, _HALF, _WHOLE = Rows(16, 256, 256), Rows(8, 512, 256), Rows(4, 1024, 1024)
+_1K, _2K, _4K = Rows(4, 1024, 256), Rows(2, 2048, 256), Rows(2, 4096, 256)
+_FIRST = {"recall": 0.5, "transform": 0.5}
+_ALL = {
+    "recall": 0.22,
+    "transform": 0.18,
+    "tools": 0.14,
+    "extraction": 0.12,
+    "arithmetic": 0.2,
+    "about": 0.06,
+    "picture": 0.08,
+}
+_MIXED = {_SHORT: 0.6, _HALF: 0.15, _1K: 0.15, _WHOLE: 0.1}
+_LONG = {_SHORT: 0.5, _HALF: 0.05, _1K: 0.2, _WHOLE: 0.05, _2K: 0.12, _4K: 0.08}
+
+PLAN = Plan(
+    (
+        Stage("warm-up", 80, {_SHORT: 1.0}, _FIRST, (0.05, 1.0)),
+        Stage("short", 1_000, {_SHORT: 0.8, _HALF: 0.2}, _FIRST, (1.0, 1.0)),
+        Stage("all tasks", 4_000, _MIXED, _ALL, (1.0, 1.0), select=True),
+        Stage("long", 5_000, _LONG, _ALL, (1.0, 0.5), select=True),
+        Stage("settle", 3_000, _LONG, _ALL, (0.5, 0.01), select=True, rounded=True),
+    )
+)
