@@ -1,0 +1,93 @@
+"""A run: its batches and steps follow from plan and seed, and it goes on exactly where it stopped."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from run.train.plan import Plan, Rows, Stage, fill
+from run.train.state import RunFolder
+from run.train.trainer import Report, Trainer
+from tests.run.train.models import sample
+from tests.untrained import untrained
+
+TASKS = {"transform": 1.0, "about": 1.0}
+PLAN = Plan(
+    (
+        Stage("first", 2, {Rows(1, 128, 128): 1.0}, TASKS, (0.5, 1.0)),
+        Stage("last", 2, {Rows(1, 384, 128): 1.0}, TASKS, (1.0, 0.5), select=True, rounded=True),
+    )
+)
+
+
+def trained(trainer: Trainer, num_steps: int) -> list[Report]:
+    until = trainer.step + num_steps
+    return list(trainer.run(lambda: trainer.step + 1 >= until))
+
+
+def test_a_run_that_was_stopped_goes_on_exactly(tmp_path: Path) -> None:
+    whole = Trainer(untrained(), PLAN, 5)
+    reports = trained(whole, 3)
+    assert [(one.step, one.stage) for one in reports] == [(0, "first"), (1, "first"), (2, "last")]
+    begun = Trainer(untrained(), PLAN, 5)
+    trained(begun, 1)
+    folder = RunFolder(tmp_path)
+    folder.save(begun.state())
+    again = Trainer(untrained(), PLAN, 5)
+    state = folder.load()
+    assert state is not None
+    again.load(state)
+    rest = trained(again, 2)
+    assert [one.loss for one in rest] == [one.loss for one in reports[1:]]
+    for name, value in whole.parameters.items():
+        assert torch.equal(value, again.parameters[name]), name
+
+
+def test_a_state_of_another_seed_is_refused() -> None:
+    with pytest.raises(ValueError, match="seed 5, not 6"):
+        Trainer(untrained(), PLAN, 6).load({"seed": 5})
+
+
+def test_experts_that_were_picked_too_seldom_are_preferred() -> None:
+    trainer = Trainer(untrained(), PLAN, 1)
+    bias = trainer.parameters["layers.0.ffn.gate.bias"]
+    before = bias.clone()
+    loads = torch.tensor([[9.0, 1, 5, 5, 5, 5, 5, 5], [0.0] * 8])
+    trainer._balance({0: loads})
+    moved = bias - before
+    assert moved[0] < 0 < moved[1] and abs(float(moved.sum())) < 1e-6
+
+
+def test_the_plan_says_what_a_step_does() -> None:
+    stage, rate = PLAN.at(1)
+    assert stage.name == "first" and rate == 0.75
+    assert PLAN.at(2)[0].name == "last" and PLAN.at(3)[1] == 0.75
+    with pytest.raises(ValueError, match="ends after 4 steps"):
+        PLAN.at(4)
+
+
+def test_rows_are_filled_by_what_fits() -> None:
+    made: list[tuple[str, int]] = []
+
+    def make(task: str, number: int, num_tokens: int):  # type: ignore[no-untyped-def]
+        made.append((task, number))
+        return sample(100 if task == "transform" else num_tokens)
+
+    tasks = {"transform": 1.0}
+    rows, found = fill(Stage("", 1, {Rows(2, 256, 256): 1.0}, tasks, (1, 1)), random.Random(1), 1000, make)
+    assert [[len(one.tokens) for one in row] for row in found] == [[100, 100], [100, 100]]
+    assert len({number for _, number in made}) == len(made)
+    rows, found = fill(Stage("", 1, {Rows(1, 1024, 256): 1.0}, tasks, (1, 1)), random.Random(1), 0, make)
+    assert made[-1][0] == "recall" and [len(row) for row in found] == [1] and len(found[0][0].tokens) > 600
+
+
+def test_the_log_forgets_what_the_state_does_not_know(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for step in (19, 39):
+        folder.log([Report(step, "first", 2.0, 0.5, 0.1, 100, 1.0), Report(step, "first", 1.0, 0.7, 0.1, 100, 1.0)])
+    folder.truncate_log(20)
+    (line,) = (tmp_path / "log.jsonl").read_text().splitlines()
+    assert '"step": 20' in line and '"loss": 1.5' in line and '"right": 0.6' in line
