@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional
@@ -171,3 +172,26 @@ def _gather(share: torch.Tensor, near: torch.Tensor) -> torch.Tensor:
 def window_values(x: torch.Tensor, turn: Turn) -> torch.Tensor:
     """Rotated window rows as the cache keeps them: `x` [B, Q, dim] -> the same."""
     return straight_through(rotate(x.unsqueeze(2), turn), fp8_qdq).squeeze(2)
+
+
+class Projected(NamedTuple):
+    """`low` [B, Q, q_lora_rank], normed; queries `q` [B, Q, H, dim] of it; `kv` [B, Q, dim], normed. Not rotated."""
+
+    low: torch.Tensor
+    q: torch.Tensor
+    kv: torch.Tensor
+
+
+def project(x: torch.Tensor, w: Weights, name: str, config: ModelConfig) -> Projected:
+    """What a layer reads of `x` [B, Q, D], normed."""
+    low = norm(product(x, w[f"{name}.wq_a.weight"]), w[f"{name}.q_norm.weight"])
+    q = product(low, w[f"{name}.wq_b.weight"]).unflatten(-1, (config.num_attention_heads, config.head_dim))
+    return Projected(low, q, norm(product(x, w[f"{name}.wkv.weight"]), w[f"{name}.kv_norm.weight"]))
+
+
+def output(out: torch.Tensor, w: Weights, name: str, config: ModelConfig, turn: Turn) -> torch.Tensor:
+    """Rotate back what was gathered [B, Q, H, dim], and project it in groups -> [B, Q, D]."""
+    grouped = rotate(out, turn.back()).flatten(2).unflatten(-1, (config.o_groups, -1))
+    wo_a = w[f"{name}.wo_a.weight"].view(config.o_groups, config.o_lora_rank, -1)
+    low = torch.einsum("bqgk,gnk->bqgn", grouped, wo_a).flatten(2)
+    return product(low, w[f"{name}.wo_b.weight"])

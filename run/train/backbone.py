@@ -12,7 +12,7 @@ from kernels.ops.engram import hash_tables, table_rows
 from kernels.ops.rope import frequencies
 from run.train import attention
 from run.train.attention import Global, View
-from run.train.layers import Mix, Turn, Weights, add_memory, collapse, expand, experts, mix, norm, product, rotate
+from run.train.layers import Mix, Turn, Weights, add_memory, collapse, expand, experts, mix, norm, rotate
 from run.train.packing import Batch
 
 
@@ -115,20 +115,15 @@ class Backbone:
         """`x` [B, Q, D], normed -> [B, Q, D]."""
         c, name = self.config, f"{role.name}.attn"
         turn = view.turn if role.ratio else view.local_turn
-        qr = norm(product(x, w[f"{name}.wq_a.weight"]), w[f"{name}.q_norm.weight"])
-        q = product(qr, w[f"{name}.wq_b.weight"]).unflatten(-1, (c.num_attention_heads, c.head_dim))
-        kv = norm(product(x, w[f"{name}.wkv.weight"]), w[f"{name}.kv_norm.weight"])
+        low, q, kv = attention.project(x, w, name, c)
         cached = self._shared if role.ratio else None
         if cached is not None and role.owns_index:
             self._close(found)
-            self._pick(qr.detach(), x.detach(), w, role, view, probe, select=select)
+            self._pick(low.detach(), x.detach(), w, role, view, probe, select=select)
         out = attention.attend(
             rotate(q, turn), attention.window_values(kv, turn), cached, view, w[f"{name}.attn_sink"], probe
         )
-        out = rotate(out, turn.back()).flatten(2).unflatten(-1, (c.o_groups, -1))
-        wo_a = w[f"{name}.wo_a.weight"].view(c.o_groups, c.o_lora_rank, -1)
-        low = torch.einsum("bqgk,gnk->bqgn", out, wo_a).flatten(2)
-        return product(low, w[f"{name}.wo_b.weight"])
+        return attention.output(out, w, name, c, turn)
 
     def _pick(
         self, qr: torch.Tensor, x: torch.Tensor, w: Weights, role: LayerRole, view: View, probe: slice, *, select: bool
