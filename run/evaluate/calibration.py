@@ -37,6 +37,16 @@ def temperatures_of(folder: Path, num_places: int) -> Floats | None:
     return np.array(told, dtype=np.float64)
 
 
+def write_temperatures(folder: Path, temperatures: Floats | None) -> None:
+    """Say in the shoal.json of `folder` what its drafts are calibrated with, or with None that they are not."""
+    path = folder / "shoal.json"
+    card = json.loads(path.read_text()) if path.exists() else {}
+    card.pop("confidence_temperatures", None)
+    if temperatures is not None:
+        card["confidence_temperatures"] = [round(float(one), 4) for one in temperatures]
+    path.write_text(json.dumps(card, indent=1, ensure_ascii=False) + "\n")
+
+
 def survival(raw: Floats, at: Floats) -> Floats:
     """Products of the confidences from the first place on, at temperatures `at` [places]: `raw` [n, places], before the
     sigmoid -> [n, places]."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,12 +16,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 if TYPE_CHECKING:
     from run.train.state import RunFolder
-    from run.train.trainer import Report, Trainer
+    from run.train.steps import Steps
 
 app = cyclopts.App(name="train", help="Train shoal-tiny on this machine's CPU, in resumable pieces.")
 
 _SAVE_S = 180.0
 _LOG_STEPS = 20
+_BACKBONE, _DRAFTS = ("state.pt", "log.jsonl"), ("drafts.pt", "drafts.jsonl")
 
 
 @app.default
@@ -27,7 +30,7 @@ def train(folder: Path, *, minutes: float = 90, seed: int = 1, processes: int = 
     """Train, or go on training, in FOLDER; its model is in FOLDER/model, and can be served: SHOAL_MODEL=FOLDER/model.
 
     The same seed, steps and number of processes give the same model, however often the run was stopped. The state is
-    saved every three minutes, and on Ctrl-C. FOLDER/log.jsonl is the log.
+    saved every three minutes, and on Ctrl-C. FOLDER/log.jsonl is the log. Draft stages begin anew: train them last.
 
     Parameters
     ----------
@@ -40,39 +43,86 @@ def train(folder: Path, *, minutes: float = 90, seed: int = 1, processes: int = 
     processes
         Each of one thread, with its share of the rows of a batch: quicker than threads for products this small.
     """
-    from torch.multiprocessing.spawn import spawn
-
+    from run.evaluate.calibration import write_temperatures
     from run.train.state import RunFolder
 
-    RunFolder(folder).prepare()
+    run = RunFolder(folder, *_BACKBONE)
+    run.prepare()
+    _spawn(run, minutes, seed, processes, is_drafts=False)
+    write_temperatures(run.model, None)  # they were those of other drafts
+    return 0
+
+
+@app.command
+def drafts(folder: Path, *, minutes: float = 30, seed: int = 1, processes: int = 2, num: int = 30) -> int:
+    """Train the draft stages for the model in FOLDER/model, which otherwise stays as it is; then calibrate them.
+
+    They learn to say what the model says. The state is FOLDER/drafts.pt, the log FOLDER/drafts.jsonl. Calibrating
+    answers prompts that nothing was trained on, and writes confidence_temperatures to the model's shoal.json.
+
+    Parameters
+    ----------
+    folder
+        Of a run of `shoal train`.
+    minutes
+        Stop training after this many; the whole plan takes about half an hour on two cores.
+    seed
+        Of new drafts.
+    processes
+        Each of one thread, with its share of the rows of a batch.
+    num
+        Prompts of each task to calibrate with.
+    """
+    from run.train.state import RunFolder
+
+    run = RunFolder(folder, *_DRAFTS)
+    if not run.has_model:
+        print(f"shoal: there is no model in {run.model}: shoal train {folder}", file=sys.stderr)
+        return 1
+    _spawn(run, minutes, seed, processes, is_drafts=True)
+    _calibrate(run.model, num)
+    return 0
+
+
+def _calibrate(model: Path, num: int) -> None:
+    from run.evaluate.command import progress
+    from run.train.calibrate import calibrate
+
+    with contextlib.ExitStack() as stack:
+        found = calibrate(model, num, lambda total: stack.enter_context(progress(total, is_quiet=False)))
+    before, after = (100 * found[name]["mean"] for name in ("error", "error_calibrated"))
+    print(f"{found['accepted_length']:.2f} tokens a step; error of the confidence {before:.1f} %, now {after:.1f} %")
+
+
+def _spawn(run: RunFolder, minutes: float, seed: int, processes: int, *, is_drafts: bool) -> None:
+    from torch.multiprocessing.spawn import spawn
+
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the processes save, then end
     try:
-        spawn(_work, (processes, address, folder, minutes * 60, seed), processes)
+        spawn(_work, (processes, address, run, minutes * 60, seed, is_drafts), processes)
     finally:
         signal.signal(signal.SIGINT, before)
-    return 0
 
 
-def _work(rank: int, world: int, address: str, folder: Path, seconds: float, seed: int) -> None:
+def _work(rank: int, world: int, address: str, run: RunFolder, seconds: float, seed: int, is_drafts: bool) -> None:
     """One of the processes that train together; the first one saves."""
     import torch
     from torch import distributed
 
     from run.train import layers
-    from run.train.curriculum import PLAN
+    from run.train.curriculum import DRAFTS, PLAN
+    from run.train.drafts import DraftTrainer
     from run.train.parameters import write
-    from run.train.state import RunFolder
     from run.train.trainer import Trainer
 
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
     layers.fuse()
-    run = RunFolder(folder)
-    trainer = Trainer(run.model, PLAN, seed)
+    trainer: Steps[Any] = DraftTrainer(run.model, DRAFTS, seed) if is_drafts else Trainer(run.model, PLAN, seed)
     state = run.load()
     if state is not None:
         trainer.load(state)
@@ -81,12 +131,12 @@ def _work(rank: int, world: int, address: str, folder: Path, seconds: float, see
     _run(trainer, run if rank == 0 else None, seconds)
     if rank == 0:
         run.save(trainer.state())
-        write(run.model, trainer.parameters, trainer.config)
-        print(f"{trainer.step} of {PLAN.num_steps} steps; the model is in {run.model}")
+        write(run.model, {**trainer.frozen, **trainer.parameters}, trainer.config)
+        print(f"{trainer.step} of {trainer.plan.num_steps} steps; the model is in {run.model}")
     distributed.destroy_process_group()
 
 
-def _run(trainer: Trainer, run: RunFolder | None, seconds: float) -> None:
+def _run(trainer: Steps[Any], run: RunFolder | None, seconds: float) -> None:
     """Steps until the time is over, Ctrl-C or the end of the plan; with `run` also the log, the state and the bar."""
     saved = time.monotonic()
     until, stops = saved + seconds, []
@@ -94,14 +144,14 @@ def _run(trainer: Trainer, run: RunFolder | None, seconds: float) -> None:
     columns = (
         TextColumn("{task.fields[stage]}"),
         BarColumn(),
-        TextColumn("{task.completed}/{task.total} loss {task.fields[loss]:.3f} right {task.fields[right]:.1%}"),
+        TextColumn("{task.completed}/{task.total} {task.fields[told]}"),
         TextColumn("{task.fields[speed]:,.0f} tokens/s"),
         TimeRemainingColumn(),
     )
-    reports: list[Report] = []
+    reports: list[Any] = []
     with Progress(*columns, disable=run is None, speed_estimate_period=600) as bar:
         total = trainer.plan.num_steps
-        line = bar.add_task("", total=total, completed=trainer.step, stage="", loss=0.0, right=0.0, speed=0.0)
+        line = bar.add_task("", total=total, completed=trainer.step, stage="", told="", speed=0.0)
         for report in trainer.run(lambda: bool(stops) or time.monotonic() > until):
             if run is None:
                 continue
@@ -116,11 +166,12 @@ def _run(trainer: Trainer, run: RunFolder | None, seconds: float) -> None:
                 saved = time.monotonic()
 
 
-def _figures(reports: list[Report]) -> dict[str, Any]:
-    num, took_s = len(reports), sum(one.took_s for one in reports)
+def _figures(reports: list[Any]) -> dict[str, Any]:
+    from run.train.state import means
+
+    took_s = sum(one.took_s for one in reports)
     return {
         "stage": reports[-1].stage,
-        "loss": sum(one.loss for one in reports) / num,
-        "right": sum(one.right for one in reports) / num,
+        "told": " ".join(f"{name} {value:.3f}" for name, value in means(reports).items()),
         "speed": sum(one.num_tokens for one in reports) / took_s,
     }

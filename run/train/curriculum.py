@@ -28,3 +28,13 @@ PLAN = Plan(
         Stage("settle", 3_000, _LONG, _ALL, (0.5, 0.01), select=True, rounded=True),
     )
 )
+
+_BLOCKS = {_SHORT: 0.6, _HALF: 0.15, _WHOLE: 0.15, _1K: 0.05, _2K: 0.05}
+DRAFTS = Plan(
+    (
+        Stage("warm-up", 40, _BLOCKS, _ALL, (0.05, 1.0), select=True, rounded=True),
+        Stage("drafts", 700, _BLOCKS, _ALL, (1.0, 1.0), select=True, rounded=True),
+        Stage("settle", 500, _BLOCKS, _ALL, (1.0, 0.02), select=True, rounded=True),
+    )
+)
+"""Of the draft stages, on what the backbone was trained on. They read windows, so that long notes teach them little."""

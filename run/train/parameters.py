@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -115,3 +116,12 @@ def _value(checkpoint: Checkpoint, tensor: Tensor) -> torch.Tensor:
     if tensor.format in ("fp8", "fp4"):
         return checkpoint.matrix(tensor.name.removesuffix(".weight"), *tensor.shape).fp32
     return checkpoint.tensor(tensor.name, *tensor.shape)
+
+
+def digest(parameters: Parameters) -> str:
+    """64 hexadecimal digits, which say whether these are the same values."""
+    found = hashlib.sha256()
+    for name, value in sorted(parameters.items()):
+        found.update(name.encode())
+        found.update(value.detach().contiguous().numpy().tobytes())
+    return found.hexdigest()

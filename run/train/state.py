@@ -4,59 +4,67 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from run.checkpoint import DEFAULT_SEED, make
-from run.train.trainer import Report
 
 
 class RunFolder:
-    """`state.pt`, `log.jsonl` and `model/`, which is a checkpoint like any other, in `path`."""
+    """`model/` in `path`, which is a checkpoint like any other; and of what is trained the state and the log, by these
+    names. Reports have `step`, `stage`, figures, `num_tokens` and `took_s`."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, state: str = "state.pt", log: str = "log.jsonl") -> None:
         self.model = path / "model"
+        self._state, self._log = path / state, path / log
 
     def prepare(self) -> None:
         """Make what a new run begins with: a model, untrained, with its tokenizer."""
-        if not (self.model / "model.safetensors").exists():
+        if not self.has_model:
             make(self.model, DEFAULT_SEED)
+
+    @property
+    def has_model(self) -> bool:
+        return (self.model / "model.safetensors").exists()
 
     def load(self) -> dict[str, Any] | None:
         """The last state, or None before the first."""
-        path = self.path / "state.pt"
-        return torch.load(path, weights_only=True) if path.exists() else None
+        return torch.load(self._state, weights_only=True) if self._state.exists() else None
 
     def save(self, state: dict[str, Any]) -> None:
         """Replaces the last state at once or not at all."""
-        part = self.path / "state.part"
+        part = self._state.with_suffix(".part")
         torch.save(state, part)
         with part.open("rb") as file:
             os.fsync(file.fileno())
-        part.replace(self.path / "state.pt")
+        part.replace(self._state)
 
-    def log(self, reports: list[Report]) -> None:
-        """Append the mean of some steps."""
-        num, last = len(reports), reports[-1]
+    def log(self, reports: Sequence[NamedTuple]) -> None:
+        """Append the means of some steps."""
+        each = [report._asdict() for report in reports]
         row = {
-            "step": last.step + 1,
-            "stage": last.stage,
-            "loss": round(sum(one.loss for one in reports) / num, 4),
-            "right": round(sum(one.right for one in reports) / num, 4),
-            "index_loss": round(sum(one.index_loss for one in reports) / num, 4),
-            "num_tokens": sum(one.num_tokens for one in reports),
-            "took_s": round(sum(one.took_s for one in reports), 1),
+            "step": each[-1]["step"] + 1,
+            "stage": each[-1]["stage"],
+            **means(reports),
+            "num_tokens": sum(one["num_tokens"] for one in each),
+            "took_s": round(sum(one["took_s"] for one in each), 1),
         }
-        with (self.path / "log.jsonl").open("a") as file:
+        with self._log.open("a") as file:
             file.write(json.dumps(row) + "\n")
 
     def truncate_log(self, step: int) -> None:
         """Drop what was logged behind the state that the run goes on from."""
-        path = self.path / "log.jsonl"
-        if path.exists():
-            lines = path.read_text().splitlines()
+        if self._log.exists():
+            lines = self._log.read_text().splitlines()
             kept = [line for line in lines if json.loads(line)["step"] <= step]
-            path.write_text("".join(f"{line}\n" for line in kept))
+            self._log.write_text("".join(f"{line}\n" for line in kept))
+
+
+def means(reports: Sequence[NamedTuple]) -> dict[str, float]:
+    """The figures of reports, on average."""
+    each = [report._asdict() for report in reports]
+    figures = [name for name in each[0] if name not in ("step", "stage", "num_tokens", "took_s")]
+    return {name: round(sum(one[name] for one in each) / len(each), 4) for name in figures}

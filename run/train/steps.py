@@ -38,6 +38,8 @@ class Steps(ABC, Generic[R]):
 
     parameters: Parameters
     """What is trained."""
+    frozen: Parameters
+    """The rest of the model."""
     optimizer: Optimizer
 
     def __init__(self, folder: Path, plan: Plan, seed: int) -> None:
@@ -47,6 +49,7 @@ class Steps(ABC, Generic[R]):
         self.plan, self.seed, self.step = plan, seed, 0
         self.token_map = load_token_map(folder, self.config)
         self.renderer = Renderer(folder)
+        self.frozen = {}
 
     @abstractmethod
     def _step(self, batch: Batch, stop: bool) -> tuple[R, bool]:
