@@ -22,6 +22,8 @@ app = cyclopts.App(name="train", help="Train shoal-tiny on this machine's CPU, i
 
 _SAVE_S = 180.0
 _LOG_STEPS = 20
+_REFUSED = 3
+"""How a process ends that cannot go on from the state there is."""
 _BACKBONE, _DRAFTS = ("state.pt", "log.jsonl"), ("drafts.pt", "drafts.jsonl")
 
 
@@ -48,7 +50,8 @@ def train(folder: Path, *, minutes: float = 90, seed: int = 1, processes: int = 
 
     run = RunFolder(folder, *_BACKBONE)
     run.prepare()
-    _spawn(run, minutes, seed, processes, is_drafts=False)
+    if not _spawn(run, minutes, seed, processes, is_drafts=False):
+        return 1
     write_temperatures(run.model, None)  # they were those of other drafts
     return 0
 
@@ -79,7 +82,8 @@ def drafts(folder: Path, *, minutes: float = 30, seed: int = 1, processes: int =
     if not run.has_model:
         print(f"shoal: there is no model in {run.model}: shoal train {folder}", file=sys.stderr)
         return 1
-    _spawn(run, minutes, seed, processes, is_drafts=True)
+    if not _spawn(run, minutes, seed, processes, is_drafts=True):
+        return 1
     _calibrate(run.model, num)
     return 0
 
@@ -94,8 +98,9 @@ def _calibrate(model: Path, num: int) -> None:
     print(f"{found['accepted_length']:.2f} tokens a step; error of the confidence {before:.1f} %, now {after:.1f} %")
 
 
-def _spawn(run: RunFolder, minutes: float, seed: int, processes: int, *, is_drafts: bool) -> None:
-    from torch.multiprocessing.spawn import spawn
+def _spawn(run: RunFolder, minutes: float, seed: int, processes: int, *, is_drafts: bool) -> bool:
+    """Train in processes of their own; False where they said why they cannot go on."""
+    from torch.multiprocessing.spawn import ProcessExitedException, spawn
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -103,8 +108,13 @@ def _spawn(run: RunFolder, minutes: float, seed: int, processes: int, *, is_draf
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the processes save, then end
     try:
         spawn(_work, (processes, address, run, minutes * 60, seed, is_drafts), processes)
+    except ProcessExitedException as error:
+        if error.exit_code != _REFUSED:
+            raise
+        return False
     finally:
         signal.signal(signal.SIGINT, before)
+    return True
 
 
 def _work(rank: int, world: int, address: str, run: RunFolder, seconds: float, seed: int, is_drafts: bool) -> None:
@@ -125,7 +135,13 @@ def _work(rank: int, world: int, address: str, run: RunFolder, seconds: float, s
     trainer: Steps[Any] = DraftTrainer(run.model, DRAFTS, seed) if is_drafts else Trainer(run.model, PLAN, seed)
     state = run.load()
     if state is not None:
-        trainer.load(state)
+        try:
+            trainer.load(state)
+        except ValueError as error:
+            if rank == 0:
+                print(f"shoal: {error}", file=sys.stderr)
+            distributed.barrier()
+            raise SystemExit(_REFUSED) from None
     if rank == 0:
         run.truncate_log(trainer.step)
     _run(trainer, run if rank == 0 else None, seconds)

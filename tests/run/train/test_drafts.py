@@ -12,7 +12,7 @@ import torch
 
 from kernels.checkpoint import Checkpoint
 from run.evaluate.calibration import temperatures_of, write_temperatures
-from run.train import calibrate
+from run.train import calibrate, command
 from run.train.drafts import DraftReport, DraftTrainer, losses, place_weights
 from run.train.parameters import write
 from run.train.plan import Plan, Rows, Stage
@@ -103,3 +103,8 @@ def test_calibration_is_read_where_drafts_are_measured(tmp_path: Path, monkeypat
     assert json.loads((tmp_path / "shoal.json").read_text())["model"] == "shoal-tiny"
     write_temperatures(tmp_path, None)
     assert temperatures_of(tmp_path, 5) is None
+
+
+def test_drafts_need_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.drafts(tmp_path) == 1
+    assert "there is no model in" in capsys.readouterr().err and not any(tmp_path.iterdir())
