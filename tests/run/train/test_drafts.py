@@ -99,7 +99,7 @@ def test_calibration_is_read_where_drafts_are_measured(tmp_path: Path, monkeypat
     assert counts == [2, 2]
     temperatures = temperatures_of(tmp_path, 5)
     assert temperatures is not None and len(temperatures) == 5
-    assert found["error_calibrated"]["mean"] <= found["error"]["mean"]
+    assert found["error_calibrated"]["places"][0] <= found["error"]["places"][0]
     assert json.loads((tmp_path / "shoal.json").read_text())["model"] == "shoal-tiny"
     write_temperatures(tmp_path, None)
     assert temperatures_of(tmp_path, 5) is None
