@@ -14,6 +14,8 @@ from run.train.layers import Turn, Weights, norm, product, rotate, straight_thro
 
 CHUNK = 64
 """Queries whose window keys are gathered together."""
+NUM_GUIDED = 2
+"""Heads of a guided layer that are to look where the next token stands."""
 _NEVER = -30000.0
 
 
@@ -22,7 +24,8 @@ class View:
     """What the queries of some layers may see; they are columns `start` to T of the batch's [B, T].
 
     `window` [B, chunks, CHUNK, 1, 3 CHUNK] is added to scores of the window; `lowest` [B, Q] is the first column of
-    each query's conversation; `turn` and `local_turn` are their rotations with compressed rows and without.
+    each query's conversation; `turn` and `local_turn` are their rotations with compressed rows and without;
+    `sources` [B, Q] as in the batch.
     """
 
     start: int
@@ -30,6 +33,7 @@ class View:
     lowest: torch.Tensor
     turn: Turn
     local_turn: Turn
+    sources: torch.Tensor
 
     @property
     def num(self) -> int:
@@ -57,6 +61,7 @@ class Global:
     candidates: torch.Tensor | None = None
     scores: torch.Tensor | None = None  # of the probed queries, with gradients: [B, probed, S]
     mass: list[torch.Tensor] = field(default_factory=list)  # attention of the probed queries, by layer
+    missed: list[torch.Tensor] = field(default_factory=list)  # of guided layers, see `_missed`
 
 
 def compress(x: torch.Tensor, w: Weights, name: str, role: LayerRole, config: ModelConfig, turn: Turn) -> Global:
@@ -118,7 +123,14 @@ def candidates(scores: torch.Tensor, seen: torch.Tensor, size: int, count: int) 
 
 
 def attend(
-    q: torch.Tensor, kv: torch.Tensor, cached: Global | None, view: View, sink: torch.Tensor, probe: slice | None
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    cached: Global | None,
+    view: View,
+    sink: torch.Tensor,
+    probe: slice | None,
+    *,
+    guided: bool = False,
 ) -> torch.Tensor:
     """`q` [B, Q, H, dim] rotated, window rows `kv` [B, Q, dim], picked rows of `cached` -> [B, Q, H, dim].
 
@@ -148,10 +160,20 @@ def attend(
         if probe == some:
             mass = share[..., size + 1 :].detach().float().sum(2)
             cached.mass.append(functional.pad(mass, (0, cached.rows.shape[1] - end)))
+        if guided:
+            cached.missed.append(_missed(share[:, :, :NUM_GUIDED, size + 1 :], view.sources[:, some]))
         part = slice(some.start // CHUNK, some.stop // CHUNK)
         from_rows = torch.matmul(share[..., size + 1 :].flatten(1, 2), keys.to(share.dtype)).unflatten(1, (-1, heads))
         out.append(_gather(share[..., :size], near[:, part]) + from_rows)
     return torch.cat(out, 1)
+
+
+def _missed(share: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
+    """-log of the `share` [B, Q, heads, columns] that is given to the `sources` [B, Q]: sum, and number of sources."""
+    there = sources >= 0
+    place = sources.clamp(min=0)[..., None, None].expand(*share.shape[:3], 1)
+    given = share.gather(-1, place).squeeze(-1).float().mean(-1)
+    return torch.stack((-(given + 1e-3).log()[there].sum(), there.sum()))
 
 
 def pieces(view: View, num: int) -> list[slice]:

@@ -18,12 +18,16 @@ from run.train.packing import Batch
 
 @dataclass
 class Pass:
-    """What a pass gives: `hidden` [B, R, D] of the decoder's columns before the last norm; `taps`, as many [B, R, D];
-    `index_loss`, the KL of each indexer; `loads` by layer, picks of each expert for text and for images."""
+    """What a pass gives: `hidden` [B, R, D] of the decoder's columns before the last norm; `taps`, as many [B, R, D].
+
+    `index_loss`, the KL of each indexer; `guide_loss`, of the guided heads of each group of layers; `loads` by layer,
+    picks of each expert for text and for images.
+    """
 
     hidden: torch.Tensor
     taps: list[torch.Tensor] = field(default_factory=list)
     index_loss: list[torch.Tensor] = field(default_factory=list)
+    guide_loss: list[torch.Tensor] = field(default_factory=list)
     loads: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
@@ -43,9 +47,22 @@ class Backbone:
             c.engram_compressed_vocab_size,
         )
 
-    def forward(self, w: Weights, batch: Batch, images: torch.Tensor | None, *, select: bool, probe: int) -> Pass:
-        """`images` [n, D] are the rows of the batch's image tokens in order. With `select` queries see only what the
-        indexers pick, else all. `probe` says which piece of the encoder's queries its indexer learns from."""
+    def forward(
+        self,
+        w: Weights,
+        batch: Batch,
+        images: torch.Tensor | None,
+        *,
+        select: bool,
+        probe: int,
+        guide: bool = False,
+    ) -> Pass:
+        """`images` [n, D] are the rows of the batch's image tokens in order.
+
+        With `select` queries see only what the indexers pick, else all. `probe` says which piece of the encoder's
+        queries its indexer learns from. With `guide` some heads of the decoder are held to where the next token stands
+        already.
+        """
         c = self.config
         rows, columns = batch.tokens.shape
         x = functional.embedding(batch.tokens, w["embed.weight"]).flatten(0, 1)
@@ -57,6 +74,7 @@ class Backbone:
         found = Pass(x)
         view = self._view(batch, 0)
         self._shared: Global | None = None
+        self._guides = guide
         probed = attention.pieces(view, columns)
         is_image = batch.is_image
         some: slice = probed[probe % len(probed)]
@@ -107,6 +125,7 @@ class Backbone:
             batch.lowest[:, start:],
             Turn.at(position, self.freqs),
             Turn.at(position, self.local_freqs),
+            batch.sources[:, start:],
         )
 
     def _attention(
@@ -120,9 +139,9 @@ class Backbone:
         if cached is not None and role.owns_index:
             self._close(found)
             self._pick(low.detach(), x.detach(), w, role, view, probe, select=select)
-        out = attention.attend(
-            rotate(q, turn), attention.window_values(kv, turn), cached, view, w[f"{name}.attn_sink"], probe
-        )
+        near, sink = attention.window_values(kv, turn), w[f"{name}.attn_sink"]
+        guided = self._guides and role.ratio == 1 and not role.owns_index
+        out = attention.attend(rotate(q, turn), near, cached, view, sink, probe, guided=guided)
         return attention.output(out, w, name, c, turn)
 
     def _pick(
@@ -164,3 +183,7 @@ class Backbone:
         weight = (total.squeeze(-1) > 1e-3).float()
         found.index_loss.append((each * weight).sum() / weight.sum().clamp_min(1.0))
         cached.scores, cached.mass = None, []
+        if cached.missed:
+            total, num = torch.stack(cached.missed).sum(0)
+            found.guide_loss.append(total / num.detach().clamp(min=1))
+            cached.missed = []

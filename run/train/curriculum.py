@@ -21,11 +21,12 @@ _LONG = {_SHORT: 0.5, _HALF: 0.05, _1K: 0.2, _WHOLE: 0.05, _2K: 0.12, _4K: 0.08}
 
 PLAN = Plan(
     (
-        Stage("warm-up", 80, {_SHORT: 1.0}, _FIRST, (0.05, 1.0)),
-        Stage("short", 1_000, {_SHORT: 0.8, _HALF: 0.2}, _FIRST, (1.0, 1.0)),
-        Stage("all tasks", 4_000, _MIXED, _ALL, (1.0, 1.0), select=True),
-        Stage("long", 5_000, _LONG, _ALL, (1.0, 0.5), select=True),
-        Stage("settle", 3_000, _LONG, _ALL, (0.5, 0.01), select=True, rounded=True),
+        Stage("warm-up", 60, {_SHORT: 1.0}, _FIRST, (0.05, 1.0), longest=40, guide=1.0),
+        Stage("words", 340, {_SHORT: 1.0}, _FIRST, (1.0, 1.0), longest=40, guide=1.0),
+        Stage("short", 1_200, {_SHORT: 0.8, _HALF: 0.2}, _ALL, (1.0, 0.7), guide=1.0),
+        Stage("all", 3_000, _MIXED, _ALL, (0.7, 0.5), guide=0.3, select=True),
+        Stage("long", 5_000, _LONG, _ALL, (0.5, 0.25), guide=0.1, select=True),
+        Stage("settle", 3_000, _LONG, _ALL, (0.25, 0.005), select=True, rounded=True),
     )
 )
 

@@ -75,12 +75,12 @@ class Optimizer:
 
 def _rate(name: str, role: str) -> float:
     if name.endswith("engram.embed.weight"):
-        return 1e-2
+        return 2e-2
     if by_muon(name, (1, 1), role):
         return 2e-2
     if name in ("embed.weight", "head.weight"):
-        return 4e-3
-    return 2e-3
+        return 8e-3
+    return 4e-3
 
 
 def _orthogonal(matrix: torch.Tensor) -> torch.Tensor:

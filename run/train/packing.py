@@ -11,6 +11,7 @@ import torch
 
 from kernels.vocabulary import TokenMap
 from run.train.rendering import Sample
+from run.train.sources import sources
 
 ALIGN = 8
 """Conversations begin at multiples of this: pairs of tokens and blocks of candidates are then those of serving."""
@@ -22,7 +23,7 @@ NGRAM = 4
 class Batch:
     """Rows [B, T]. `positions` within a conversation; `lowest`, the column where it begins; `window_from`, the first
     column that its windows may see; `history` [B, T, n], compressed ids, newest first, -1 before the start and for
-    images.
+    images; `sources`, the column where the next token stands already, -1 where it does not (`sources.py`).
 
     The decoder computes the last `region` columns. `where` [n] are the flat places [B, region] whose next token is
     `wanted` [n], each counted `weight` [n]. `images`: pixels in the order of their tokens.
@@ -34,6 +35,7 @@ class Batch:
     window_from: torch.Tensor
     history: torch.Tensor
     is_image: torch.Tensor
+    sources: torch.Tensor
     region: int
     where: torch.Tensor
     wanted: torch.Tensor
@@ -57,12 +59,15 @@ def pack(
     tokens, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     lowest, goal = np.zeros(shape, np.int64), np.zeros(shape, bool)
     images: list[npt.NDArray[np.uint8]] = []
+    source = np.full(shape, -1, np.int64)
     for row, samples in enumerate(rows):
         for sample, first in zip(samples, starts([len(one.tokens) for one in samples], columns), strict=True):
             end = first + len(sample.tokens)
             tokens[row, first:end], goal[row, first:end] = sample.tokens, sample.targets
             positions[row, first:end] = np.arange(end - first)
             lowest[row, first:] = first
+            found = sources(sample.tokens, sample.targets)
+            source[row, first:end] = np.where(found < 0, -1, found + first)
             images += [pixels for _, pixels in sample.images]
     window_from = lowest.copy()
     for row, cut in enumerate(cuts):
@@ -80,6 +85,7 @@ def pack(
         torch.from_numpy(window_from),
         torch.from_numpy(_history(tokens, positions, token_map, image)),
         torch.from_numpy(tokens == image),
+        torch.from_numpy(source),
         region,
         torch.from_numpy(place[0] * region + place[1] - begin),
         torch.from_numpy(tokens[place[0], place[1] + 1]),

@@ -38,6 +38,8 @@ class Stage(NamedTuple):
     rows: Mapping[Rows, float]
     tasks: Mapping[str, float]
     rates: tuple[float, float]
+    longest: int = 230
+    guide: float = 0.0
     select: bool = False
     rounded: bool = False
 
@@ -84,4 +86,4 @@ def _draw(stage: Stage, rows: Rows, draw: random.Random, number: int, room: int,
     if rows.columns > _SHORT and room == rows.columns:
         return make("recall", number, int(rows.columns * draw.uniform(0.6, 0.94)))
     task = draw.choices(list(stage.tasks), list(stage.tasks.values()))[0]
-    return make(task, number, int(draw.uniform(0.4, 0.9) * min(room, _SHORT)))
+    return make(task, number, int(draw.uniform(0.3, 1.0) * min(0.9 * room, stage.longest)))

@@ -26,6 +26,7 @@ class Report(NamedTuple):
     loss: float
     right: float
     index_loss: float
+    guide_loss: float
     num_tokens: int
     took_s: float
 
@@ -50,8 +51,9 @@ class Trainer(Steps[Report]):
         figures = torch.tensor([len(batch.where), float(right), batch.tokens.numel(), float(stop)])
         self._add_up([figures])
         loss = losses.sum() / figures[0]
-        (loss + index_loss).backward()
-        both = torch.stack((loss.detach(), index_loss.detach()))
+        guide_loss = torch.stack(found.guide_loss).mean() if found.guide_loss else torch.zeros(())
+        (loss + index_loss + stage.guide / self.world * guide_loss).backward()
+        both = torch.stack((loss.detach(), index_loss.detach(), guide_loss.detach() / self.world))
         layers = sorted(found.loads)
         loads = torch.stack([found.loads[layer] for layer in layers]).float()
         grads = [self.parameters[name].grad for name in self.optimizer.trained]
@@ -59,9 +61,9 @@ class Trainer(Steps[Report]):
         self.optimizer.step(rate)
         self._balance(dict(zip(layers, loads, strict=True)))
         num, num_right, num_tokens, stopped = figures.tolist()
-        mean, index_mean = both.tolist()
+        mean, index_mean, guide_mean = both.tolist()
         took_s = time.monotonic() - began
-        report = Report(self.step, stage.name, mean, num_right / num, index_mean, int(num_tokens), took_s)
+        report = Report(self.step, stage.name, mean, num_right / num, index_mean, guide_mean, int(num_tokens), took_s)
         self.step += 1
         return report, bool(stopped)
 
@@ -70,7 +72,9 @@ class Trainer(Steps[Report]):
         with torch.autocast("cpu", torch.bfloat16):
             vision = self.config.vision
             images = tower.encode(weights, vision, batch.images) if batch.images and vision is not None else None
-            found = self.backbone.forward(weights, batch, images, select=stage.select, probe=self.step)
+            found = self.backbone.forward(
+                weights, batch, images, select=stage.select, probe=self.step, guide=stage.guide > 0
+            )
             hidden = norm(found.hidden.flatten(0, 1)[batch.where], weights["norm.weight"])
             logits = functional.linear(hidden, weights["head.weight"]).float()
         losses = functional.cross_entropy(logits, batch.wanted, reduction="none")
