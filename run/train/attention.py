@@ -157,11 +157,14 @@ def attend(
         if cached.bias is not None:
             far = far + cached.bias[:, some, :end].unsqueeze(2).to(far.dtype)
         share = torch.cat((to_window[:, some], drain[:, some], far), -1).softmax(-1)
+        sources = view.sources[:, some]
         if probe == some:
             mass = share[..., size + 1 :].detach().float().sum(2)
+            if guided:  # the indexer is to pick them even where no head could look, as it had not picked them
+                mass.scatter_add_(2, sources.clamp(min=0).unsqueeze(2), (sources >= 0).float().unsqueeze(2))
             cached.mass.append(functional.pad(mass, (0, cached.rows.shape[1] - end)))
         if guided:
-            cached.missed.append(_missed(share[:, :, :NUM_GUIDED, size + 1 :], view.sources[:, some]))
+            cached.missed.append(_missed(share[:, :, :NUM_GUIDED, size + 1 :], sources))
         part = slice(some.start // CHUNK, some.stop // CHUNK)
         from_rows = torch.matmul(share[..., size + 1 :].flatten(1, 2), keys.to(share.dtype)).unflatten(1, (-1, heads))
         out.append(_gather(share[..., :size], near[:, part]) + from_rows)

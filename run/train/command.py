@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -105,9 +106,12 @@ def _spawn(run: RunFolder, minutes: float, seed: int, processes: int, *, is_draf
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the processes save, then end
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        spawn(_work, (processes, address, run, minutes * 60, seed, is_drafts), processes)
+        started = spawn(_work, (processes, address, run, minutes * 60, seed, is_drafts), processes, join=False)
+        signal.signal(signal.SIGINT, lambda *_: _stop(started.pids()))
+        while not started.join():
+            pass
     except ProcessExitedException as error:
         if error.exit_code != _REFUSED:
             raise
@@ -115,6 +119,13 @@ def _spawn(run: RunFolder, minutes: float, seed: int, processes: int, *, is_draf
     finally:
         signal.signal(signal.SIGINT, before)
     return True
+
+
+def _stop(pids: Sequence[int]) -> None:
+    """Have the processes save and end: a terminal told them itself, whoever signals this process alone did not."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGINT)
 
 
 def _work(rank: int, world: int, address: str, run: RunFolder, seconds: float, seed: int, is_drafts: bool) -> None:
