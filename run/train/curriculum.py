@@ -8,13 +8,13 @@ _SHORT, _HALF, _WHOLE = Rows(16, 256, 256), Rows(8, 512, 256), Rows(4, 1024, 102
 _1K, _2K, _4K = Rows(4, 1024, 256), Rows(2, 2048, 256), Rows(2, 4096, 256)
 _FIRST = {"recall": 0.5, "transform": 0.5}
 _ALL = {
-    "recall": 0.22,
-    "transform": 0.18,
+    "recall": 0.18,
+    "transform": 0.16,
     "tools": 0.14,
     "extraction": 0.12,
     "arithmetic": 0.2,
-    "about": 0.06,
-    "picture": 0.08,
+    "about": 0.07,
+    "picture": 0.13,
 }
 _MIXED = {_SHORT: 0.6, _HALF: 0.15, _1K: 0.15, _WHOLE: 0.1}
 _LONG = {_SHORT: 0.5, _HALF: 0.05, _1K: 0.2, _WHOLE: 0.05, _2K: 0.12, _4K: 0.08}
@@ -22,11 +22,11 @@ _LONG = {_SHORT: 0.5, _HALF: 0.05, _1K: 0.2, _WHOLE: 0.05, _2K: 0.12, _4K: 0.08}
 PLAN = Plan(
     (
         Stage("warm-up", 60, {_SHORT: 1.0}, _FIRST, (0.05, 1.0), longest=40, guide=1.0),
-        Stage("words", 340, {_SHORT: 1.0}, _FIRST, (1.0, 1.0), longest=40, guide=1.0),
-        Stage("short", 1_200, {_SHORT: 0.8, _HALF: 0.2}, _ALL, (1.0, 0.7), guide=1.0),
-        Stage("all", 3_000, _MIXED, _ALL, (0.7, 0.5), guide=0.3, select=True),
-        Stage("long", 5_000, _LONG, _ALL, (0.5, 0.25), guide=0.1, select=True),
-        Stage("settle", 3_000, _LONG, _ALL, (0.25, 0.005), select=True, rounded=True),
+        Stage("words", 200, {_SHORT: 1.0}, _FIRST, (1.0, 1.0), longest=40, guide=1.0),
+        Stage("short", 900, {_SHORT: 0.85, _HALF: 0.15}, _ALL, (1.0, 0.8), guide=1.0),
+        Stage("all", 1_000, _MIXED, _ALL, (0.8, 0.6), guide=0.5, select=True),
+        Stage("long", 1_600, _LONG, _ALL, (0.6, 0.4), guide=0.25, select=True),
+        Stage("settle", 1_400, _LONG, _ALL, (0.4, 0.005), select=True, rounded=True),
     )
 )
 
