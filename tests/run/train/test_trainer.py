@@ -87,7 +87,8 @@ def test_rows_are_filled_by_what_fits() -> None:
 def test_the_log_forgets_what_the_state_does_not_know(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     for step in (19, 39):
-        folder.log([Report(step, "first", 2.0, 0.5, 0.1, 0.0, 100, 1.0), Report(step, "first", 1.0, 0.7, 0.1, 0.0, 100, 1.0)])
+        one, other = (Report(step, "first", *figures, 0.1, 0.0, 100, 1.0) for figures in ((2.0, 0.5), (1.0, 0.7)))
+        folder.log([one, other])
     folder.truncate_log(20)
     (line,) = (tmp_path / "log.jsonl").read_text().splitlines()
     assert '"step": 20' in line and '"loss": 1.5' in line and '"right": 0.6' in line
