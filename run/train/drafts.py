@@ -99,12 +99,8 @@ class DraftTrainer(Steps[DraftReport]):
         loss = (each.total * weight).sum() / max(all_weight, 1e-9)
         loss.backward()
         mean = loss.detach().clone()
-        for name in self.optimizer.trained:
-            if self.parameters[name].grad is None:  # where there was nothing to draft
-                self.parameters[name].grad = torch.zeros_like(self.parameters[name])
-        grads = [grad for name in self.optimizer.trained if (grad := self.parameters[name].grad) is not None]
         picks = [load.float() for load in loads.values()]
-        self._add_up([mean, *picks, *grads])
+        self._add_up([mean, *picks, *self._gradients(fill=True)])  # there may be nothing to draft
         self.optimizer.step(rate)
         for name, load in zip(loads, picks, strict=True):
             balance(self.parameters[f"{name}.ffn.gate.bias"], load)

@@ -88,6 +88,14 @@ class Steps(ABC, Generic[R]):
             for value, part in zip(values, parts, strict=True):
                 value.copy_(part.view_as(value))
 
+    def _gradients(self, *, fill: bool) -> list[torch.Tensor]:
+        """Those of what is trained. With `fill` all of them, zeros where this process had nothing to learn from: another
+        one had, and sums are over the same tensors in each process."""
+        trained = [self.parameters[name] for name in self.optimizer.trained]
+        for value in trained if fill else ():
+            value.grad = torch.zeros_like(value) if value.grad is None else value.grad
+        return [value.grad for value in trained if value.grad is not None]
+
     def state(self) -> dict[str, Any]:
         """All that the run goes on from."""
         parameters = {name: value.detach() for name, value in self.parameters.items()}

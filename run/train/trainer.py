@@ -48,7 +48,8 @@ class Trainer(Steps[Report]):
         with rounded_inputs() if stage.rounded else contextlib.nullcontext():
             found, losses, right = self._loss(weights, batch, stage)
         index_loss = torch.stack(found.index_loss).sum() / self.world
-        figures = torch.tensor([len(batch.where), float(right), batch.tokens.numel(), float(stop)])
+        counts = len(batch.where), float(right), batch.tokens.numel(), len(batch.images)
+        figures = torch.tensor([*counts, float(stop)])
         self._add_up([figures])
         loss = losses.sum() / figures[0]
         guide_loss = torch.stack(found.guide_loss).mean() if found.guide_loss else torch.zeros(())
@@ -56,11 +57,10 @@ class Trainer(Steps[Report]):
         both = torch.stack((loss.detach(), index_loss.detach(), guide_loss.detach() / self.world))
         layers = sorted(found.loads)
         loads = torch.stack([found.loads[layer] for layer in layers]).float()
-        grads = [self.parameters[name].grad for name in self.optimizer.trained]
-        self._add_up([both, loads, *(grad for grad in grads if grad is not None)])
+        num, num_right, num_tokens, num_images, stopped = figures.tolist()
+        self._add_up([both, loads, *self._gradients(fill=num_images > 0)])
         self.optimizer.step(rate)
         self._balance(dict(zip(layers, loads, strict=True)))
-        num, num_right, num_tokens, stopped = figures.tolist()
         mean, index_mean, guide_mean = both.tolist()
         took_s = time.monotonic() - began
         report = Report(self.step, stage.name, mean, num_right / num, index_mean, guide_mean, int(num_tokens), took_s)

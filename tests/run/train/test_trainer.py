@@ -46,6 +46,23 @@ def test_a_run_that_was_stopped_goes_on_exactly(tmp_path: Path) -> None:
         assert torch.equal(value, again.parameters[name]), name
 
 
+def test_processes_with_images_and_without_add_up_the_same_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[list[torch.Size]] = []
+
+    def add_up(values: list[torch.Tensor]) -> None:
+        if len(values) == 1:
+            values[0][-2] += 1  # the other process has an image
+        else:
+            sizes.append([value.shape for value in values])
+
+    for task in ("picture", "about"):
+        plan = Plan((Stage("", 1, {Rows(1, 128, 128): 1.0}, {task: 1.0}, (1.0, 1.0)),))
+        trainer = Trainer(untrained(), plan, 5)
+        monkeypatch.setattr(trainer, "_add_up", add_up)
+        trained(trainer, 1)
+    assert sizes[0] == sizes[1]
+
+
 def test_a_state_of_another_seed_is_refused() -> None:
     with pytest.raises(ValueError, match="seed 5, not 6"):
         Trainer(untrained(), PLAN, 6).load({"seed": 5})
