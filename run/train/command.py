@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -15,11 +16,14 @@ from typing import TYPE_CHECKING, Any
 import cyclopts
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from run.settings import SettingsError
+
 if TYPE_CHECKING:
+    from run.train.plan import Plan
     from run.train.state import RunFolder
     from run.train.steps import Steps
 
-app = cyclopts.App(name="train", help="Train shoal-tiny on this machine's CPU, in resumable pieces.")
+app = cyclopts.App(name="train")
 
 _SAVE_S = 180.0
 _LOG_STEPS = 20
@@ -30,10 +34,11 @@ _BACKBONE, _DRAFTS = ("state.pt", "log.jsonl"), ("drafts.pt", "drafts.jsonl")
 
 @app.default
 def train(folder: Path, *, minutes: float = 90, seed: int = 1, processes: int = 2) -> int:
-    """Train, or go on training, in FOLDER; its model is in FOLDER/model, and can be served: SHOAL_MODEL=FOLDER/model.
+    """Train shoal-tiny on this machine's CPU, or go on training it, in FOLDER.
 
     The same seed, steps and number of processes give the same model, however often the run was stopped. The state is
-    saved every three minutes, and on Ctrl-C. FOLDER/log.jsonl is the log. Draft stages begin anew: train them last.
+    saved every few minutes, and in the end or on Ctrl-C, when the model is written too: to FOLDER/model, which can be
+    served (SHOAL_MODEL=FOLDER/model). FOLDER/log.jsonl is the log. Draft stages begin anew: train them last.
 
     Parameters
     ----------
@@ -44,17 +49,18 @@ def train(folder: Path, *, minutes: float = 90, seed: int = 1, processes: int = 
     seed
         Of a new run: of the first weights, and of all that is trained on.
     processes
-        Each of one thread, with its share of the rows of a batch: quicker than threads for products this small.
+        1 or 2, each of one thread, with its share of the rows of a batch: quicker than threads for products this small.
     """
-    from run.evaluate.calibration import write_temperatures
+    from run.train.curriculum import PLAN
     from run.train.state import RunFolder
 
+    _check(PLAN, minutes, processes)
     run = RunFolder(folder, *_BACKBONE)
-    run.prepare()
-    if not _spawn(run, minutes, seed, processes, is_drafts=False):
-        return 1
-    write_temperatures(run.model, None)  # they were those of other drafts
-    return 0
+    try:
+        run.prepare()
+    except OSError as error:
+        return _refused(error)
+    return _spawn(run, minutes, seed, processes, is_drafts=False)
 
 
 @app.command
@@ -73,20 +79,37 @@ def drafts(folder: Path, *, minutes: float = 30, seed: int = 1, processes: int =
     seed
         Of new drafts.
     processes
-        Each of one thread, with its share of the rows of a batch.
+        1 or 2, each of one thread, with its share of the rows of a batch.
     num
         Prompts of each task to calibrate with.
     """
+    from run.train.curriculum import DRAFTS
     from run.train.state import RunFolder
 
+    _check(DRAFTS, minutes, processes)
+    if num < 1:
+        raise SettingsError(f"--num {num}: must be positive")
     run = RunFolder(folder, *_DRAFTS)
     if not run.has_model:
         print(f"shoal: there is no model in {run.model}: shoal train {folder}", file=sys.stderr)
         return 1
-    if not _spawn(run, minutes, seed, processes, is_drafts=True):
-        return 1
+    if status := _spawn(run, minutes, seed, processes, is_drafts=True):
+        return status
     _calibrate(run.model, num)
     return 0
+
+
+def _check(plan: Plan, minutes: float, processes: int) -> None:
+    if not minutes > 0:
+        raise SettingsError(f"--minutes {minutes:g}: must be positive")
+    if processes not in plan.shares:
+        known = " or ".join(map(str, plan.shares))
+        raise SettingsError(f"--processes {processes}: they share the rows of every batch alike; there can be {known}")
+
+
+def _refused(error: OSError) -> int:
+    print(f"shoal: {error.filename}: {error.strerror}", file=sys.stderr)
+    return 1
 
 
 def _calibrate(model: Path, num: int) -> None:
@@ -99,14 +122,19 @@ def _calibrate(model: Path, num: int) -> None:
     print(f"{found['accepted_length']:.2f} tokens a step; error of the confidence {before:.1f} %, now {after:.1f} %")
 
 
-def _spawn(run: RunFolder, minutes: float, seed: int, processes: int, *, is_drafts: bool) -> bool:
-    """Train in processes of their own; False where they said why they cannot go on."""
+def _spawn(run: RunFolder, minutes: float, seed: int, processes: int, *, is_drafts: bool) -> int:
+    """Train in processes of their own. Returns the exit status, 1 where it was said why they cannot go on."""
     from torch.multiprocessing.spawn import ProcessExitedException, spawn
 
+    try:
+        run.begin_log()
+    except OSError as error:
+        return _refused(error)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # one ends with the other: no news
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the processes too, until they can save
     try:
         started = spawn(_work, (processes, address, run, minutes * 60, seed, is_drafts), processes, join=False)
         signal.signal(signal.SIGINT, lambda *_: _stop(started.pids()))
@@ -115,10 +143,10 @@ def _spawn(run: RunFolder, minutes: float, seed: int, processes: int, *, is_draf
     except ProcessExitedException as error:
         if error.exit_code != _REFUSED:
             raise
-        return False
+        return 1
     finally:
         signal.signal(signal.SIGINT, before)
-    return True
+    return 0
 
 
 def _stop(pids: Sequence[int]) -> None:
@@ -133,6 +161,7 @@ def _work(rank: int, world: int, address: str, run: RunFolder, seconds: float, s
     import torch
     from torch import distributed
 
+    from run.evaluate.calibration import write_temperatures
     from run.train import layers
     from run.train.curriculum import DRAFTS, PLAN
     from run.train.drafts import DraftTrainer
@@ -143,22 +172,23 @@ def _work(rank: int, world: int, address: str, run: RunFolder, seconds: float, s
     os.environ["OMP_NUM_THREADS"] = "1"
     distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
     layers.fuse()
-    trainer: Steps[Any] = DraftTrainer(run.model, DRAFTS, seed) if is_drafts else Trainer(run.model, PLAN, seed)
-    state = run.load()
-    if state is not None:
-        try:
+    try:
+        trainer: Steps[Any] = DraftTrainer(run.model, DRAFTS, seed) if is_drafts else Trainer(run.model, PLAN, seed)
+        state = run.load()
+        if state is not None:
             trainer.load(state)
-        except ValueError as error:
-            if rank == 0:
-                print(f"shoal: {error}", file=sys.stderr)
-            distributed.barrier()
-            raise SystemExit(_REFUSED) from None
+    except (OSError, ValueError) as error:  # a folder that is no checkpoint, a state that is none or another run's
+        if rank == 0:
+            print(f"shoal: {error}", file=sys.stderr)
+        distributed.barrier()  # when one process ends, the others are ended: this one may not have spoken
+        raise SystemExit(_REFUSED) from None
     if rank == 0:
         run.truncate_log(trainer.step)
     _run(trainer, run if rank == 0 else None, seconds)
     if rank == 0:
         run.save(trainer.state())
         write(run.model, {**trainer.frozen, **trainer.parameters}, trainer.config)
+        write_temperatures(run.model, None)  # they were those of other drafts
         print(f"{trainer.step} of {trainer.plan.num_steps} steps; the model is in {run.model}")
     distributed.destroy_process_group()
 
@@ -187,10 +217,12 @@ def _run(trainer: Steps[Any], run: RunFolder | None, seconds: float) -> None:
                 run.log(reports)
                 bar.update(line, **_figures(reports))
                 reports = []
+                if time.monotonic() - saved > _SAVE_S:  # here the log has all the steps of the state, and no others
+                    run.save(trainer.state())
+                    saved = time.monotonic()
             bar.update(line, completed=trainer.step)
-            if time.monotonic() - saved > _SAVE_S:
-                run.save(trainer.state())
-                saved = time.monotonic()
+    if run is not None and reports:
+        run.log(reports)
 
 
 def _figures(reports: list[Any]) -> dict[str, Any]:

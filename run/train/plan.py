@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -50,6 +51,12 @@ class Plan(NamedTuple):
     @property
     def num_steps(self) -> int:
         return sum(stage.num_steps for stage in self.stages)
+
+    @property
+    def shares(self) -> list[int]:
+        """How many processes can train by it: what divides the rows of each of its batches."""
+        rows = math.gcd(*(rows.num for stage in self.stages for rows in stage.rows))
+        return [num for num in range(1, rows + 1) if rows % num == 0]
 
     def at(self, step: int) -> tuple[Stage, float]:
         """The stage of a step, and the rate at it."""

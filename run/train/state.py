@@ -22,7 +22,7 @@ class RunFolder:
         self._state, self._log = path / state, path / log
 
     def prepare(self) -> None:
-        """Make what a new run begins with: a model, untrained, with its tokenizer."""
+        """Make what a new run begins with: a model, untrained, with its tokenizer. Raises OSError."""
         if not self.has_model:
             make(self.model, DEFAULT_SEED)
 
@@ -31,8 +31,14 @@ class RunFolder:
         return (self.model / "model.safetensors").exists()
 
     def load(self) -> dict[str, Any] | None:
-        """The last state, or None before the first."""
-        return torch.load(self._state, weights_only=True) if self._state.exists() else None
+        """The last state, or None before the first. Raises ValueError where it cannot be read."""
+        if not self._state.exists():
+            return None
+        try:
+            state: dict[str, Any] = torch.load(self._state, weights_only=True)
+        except Exception:  # of what is no state torch raises whatever it stumbles on
+            raise ValueError(f"{self._state}: not a state of a run") from None
+        return state
 
     def save(self, state: dict[str, Any]) -> None:
         """Replaces the last state at once or not at all."""
@@ -41,6 +47,10 @@ class RunFolder:
         with part.open("rb") as file:
             os.fsync(file.fileno())
         part.replace(self._state)
+
+    def begin_log(self) -> None:
+        """Make the log. Raises OSError where a run could not be saved either."""
+        self._log.open("a").close()
 
     def log(self, reports: Sequence[NamedTuple]) -> None:
         """Append the means of some steps."""

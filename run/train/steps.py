@@ -89,8 +89,8 @@ class Steps(ABC, Generic[R]):
                 value.copy_(part.view_as(value))
 
     def _gradients(self, *, fill: bool) -> list[torch.Tensor]:
-        """Those of what is trained. With `fill` all of them, zeros where this process had nothing to learn from: another
-        one had, and sums are over the same tensors in each process."""
+        """Of what is trained; with `fill` of all of it, zeros where this process had nothing to learn from: another one
+        had, and all have to add up the same tensors."""
         trained = [self.parameters[name] for name in self.optimizer.trained]
         for value in trained if fill else ():
             value.grad = torch.zeros_like(value) if value.grad is None else value.grad
@@ -102,14 +102,20 @@ class Steps(ABC, Generic[R]):
         return {"step": self.step, "seed": self.seed, "parameters": parameters, "optimizer": self.optimizer.state()}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken. Raises ValueError for a run with another seed."""
+        """Go on where `state` was taken. Raises ValueError for a run with another seed, or of another model."""
         if state["seed"] != self.seed:
             raise ValueError(f"this run was begun with seed {state['seed']}, not {self.seed}")
+        if _shapes(state["parameters"]) != _shapes(self.parameters):
+            raise ValueError("this run was begun with a model of other shapes: begin anew in another folder")
         with torch.no_grad():
             for name, value in state["parameters"].items():
                 self.parameters[name].copy_(value)
         self.optimizer.load(state["optimizer"])
         self.step = state["step"]
+
+
+def _shapes(parameters: Parameters) -> dict[str, torch.Size]:
+    return {name: value.shape for name, value in parameters.items()}
 
 
 @torch.no_grad()

@@ -68,6 +68,17 @@ def test_a_state_of_another_seed_is_refused() -> None:
         Trainer(untrained(), PLAN, 6).load({"seed": 5})
 
 
+def test_a_state_of_another_model_is_refused() -> None:
+    trainer = Trainer(untrained(), PLAN, 5)
+    state = trainer.state()
+    for parameters in (
+        {name: value for name, value in state["parameters"].items() if name != "norm.weight"},
+        state["parameters"] | {"norm.weight": torch.ones(1)},
+    ):
+        with pytest.raises(ValueError, match="a model of other shapes"):
+            trainer.load({**state, "parameters": parameters})
+
+
 def test_experts_that_were_picked_too_seldom_are_preferred() -> None:
     trainer = Trainer(untrained(), PLAN, 1)
     bias = trainer.parameters["layers.0.ffn.gate.bias"]
@@ -84,6 +95,13 @@ def test_the_plan_says_what_a_step_does() -> None:
     assert PLAN.at(2)[0].name == "last" and PLAN.at(3)[1] == 0.75
     with pytest.raises(ValueError, match="ends after 4 steps"):
         PLAN.at(4)
+
+
+def test_processes_share_the_rows_of_every_batch_alike() -> None:
+    def plan(*nums: int) -> Plan:
+        return Plan(tuple(Stage("", 1, {Rows(num, 128, 128): 1.0}, TASKS, (1, 1)) for num in nums))
+
+    assert plan(16, 4, 6).shares == [1, 2] and plan(12, 4).shares == [1, 2, 4] and PLAN.shares == [1]
 
 
 def test_rows_are_filled_by_what_fits() -> None:
