@@ -41,7 +41,10 @@ class GatewayClient:
 
     def first_model(self) -> str:
         """The first one it serves. Raises GatewayError."""
-        return str(self.ask("GET", "/v1/models")["data"][0]["id"])
+        try:
+            return str(self.ask("GET", "/v1/models")["data"][0]["id"])
+        except (KeyError, IndexError, TypeError):
+            raise GatewayError(f"what answers at {self.url} serves no model") from None
 
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         """The JSON of an answer. Raises GatewayError."""

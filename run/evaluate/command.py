@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cyclopts import App
 from rich.console import Console
@@ -14,18 +15,22 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from run.client import GatewayClient, GatewayError
 from run.evaluate.asking import Asker
-from run.evaluate.questions import RECALL, sampled, spread, tasks_of
+from run.evaluate.questions import RECALL, Question, sampled, spread, tasks_of
 from run.evaluate.report import rows, same_rows, same_table, skills_table
 from run.settings import Settings, SettingsError
 from run.status import PIPE_COLUMNS
 from run.train.seeds import Split
+
+if TYPE_CHECKING:
+    from kernels.model import Model
+    from run.evaluate.decoding import Prompt
 
 NUM_ASKED = 50
 NUM_COMPUTED = 20
 MAX_TOKENS = 512
 AT_ONCE = 4
 
-app = App(name="eval", help="What a model can do, on examples it has not seen, as a table.")
+app = App(name="eval")
 
 
 @app.default
@@ -42,7 +47,7 @@ def skills(
     key: str = "",
     json: bool = False,
 ) -> int:
-    """Ask the system that runs, and count right answers.
+    """Ask the system that runs what a model can do, on examples it has not seen, and count right answers.
 
     Each row has its share with an interval of 95 %, times as a client sees them, and what should not be: answers that
     did not end, control sequences in them, requests that failed.
@@ -88,11 +93,11 @@ def skills(
     same = same_rows([answer for answer in answers if answer.question.row.startswith(RECALL)], again) if exact else []
     if json:
         print(json_module.dumps({"model": model, "split": split, "skills": found, "exact": same}))
-        return 0
-    console = _console()
-    console.print(skills_table(found, f"{model}, {split}"))
-    if exact:
-        console.print(same_table(same))
+    else:
+        console = _console()
+        console.print(skills_table(found, f"{model}, {split}"))
+        if exact:
+            console.print(same_table(same))
     for failure in dict.fromkeys(answer.failure for answer in [*answers, *again] if answer.failure):
         print(f"failed: {failure}", file=sys.stderr)
     return 0
@@ -127,19 +132,16 @@ def drafts(
         Print one JSON object instead of tables.
     """
     from run.evaluate.calibration import temperatures_of
-    from run.evaluate.decoding import open_model
     from run.evaluate.drafts import run_drafts
     from run.evaluate.drafts_report import drafts_table, summaries
-    from run.evaluate.prompts import render
 
     _check(num, max_tokens)
     place = folder or Settings.from_environment().model
-    model = open_model(place)
+    model, prompts = _open(place, sampled(tasks_of(tasks), num, split))
     if model.drafter is None:
         print(f"shoal: {place} has no draft stages", file=sys.stderr)
         return 1
     temperatures = temperatures_of(place, model.config.dspark_block_size)
-    prompts = render(place, sampled(tasks_of(tasks), num, split))
     with progress(len(prompts), is_quiet=json) as told:
         steps = run_drafts(model, prompts, max_tokens, told)
     found = summaries(steps, temperatures)
@@ -175,14 +177,11 @@ def replay(
     json
         Print one JSON object instead of a table.
     """
-    from run.evaluate.decoding import open_model
-    from run.evaluate.prompts import render
     from run.evaluate.replay import compare, replay_table, summaries
 
     _check(num, max_tokens)
     place = folder or Settings.from_environment().model
-    model = open_model(place)
-    prompts = render(place, sampled([RECALL], num, split))
+    model, prompts = _open(place, sampled([RECALL], num, split))
     with progress(len(prompts), is_quiet=json) as told:
         found = compare(model, prompts, max_tokens, told)
     said = summaries(found)
@@ -196,6 +195,17 @@ def replay(
 def _check(num: int, max_tokens: int, at_once: int = 1) -> None:
     if min(num, max_tokens, at_once) < 1:
         raise SettingsError("--num, --max-tokens and --at-once must be positive")
+
+
+def _open(place: Path, questions: list[Question]) -> tuple[Model, list[Prompt]]:
+    """The model of a checkpoint folder, and questions as prompts for it. Raises SettingsError where it is none."""
+    from run.evaluate.decoding import open_model
+    from run.evaluate.prompts import render
+
+    try:
+        return open_model(place), render(place, questions)
+    except (OSError, ValueError) as error:  # of config.json, shoal.json, the tokenizer or the weights
+        raise SettingsError(str(error)) from None
 
 
 def _console() -> Console:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from run.evaluate import questions
-from run.evaluate.command import skills
+from run.evaluate.command import drafts, replay, skills
 from run.settings import SettingsError
 from run.train.example import Example
 
@@ -51,7 +51,7 @@ class Gateway(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        self._send(200, json.dumps({"data": [{"id": "m"}]}))
+        self._send(200, json.dumps({"data": [{"id": model} for model in self.server.models]}))
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -88,6 +88,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Gateway)
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self.bodies: list[dict[str, Any]] = []
+        self.models = ["m"]
 
 
 @pytest.fixture
@@ -139,6 +140,9 @@ def test_trouble_is_told_in_the_table(server: Server, capsys: pytest.CaptureFixt
     assert leaks and fails and f"{leaks} length, {leaks} leaks, {fails} failed" in row
     assert f"{100 * (30 - fails) / 30:.1f}" in row
     assert told.err.count("overloaded") == 1
+    skills(url=server.url, num=30, tasks="transform", json=True)
+    told = capsys.readouterr()
+    assert json.loads(told.out)["skills"][0]["num_failed"] == fails and told.err.count("overloaded") == 1
 
 
 def test_other_examples_are_asked_from_another_index_or_split(
@@ -158,4 +162,13 @@ def test_mistakes_are_one_line(server: Server, capsys: pytest.CaptureFixture[str
     with pytest.raises(SettingsError, match="must be positive"):
         skills(url=server.url, num=0)
     assert skills(url="http://127.0.0.1:9") == 1
-    assert "no gateway at http://127.0.0.1:9" in capsys.readouterr().err
+    server.models = []
+    assert skills(url=server.url) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2 and "no gateway at http://127.0.0.1:9" in said[0] and "serves no model" in said[1]
+
+
+def test_a_folder_that_is_no_checkpoint_is_one_line(tmp_path: Path) -> None:
+    for command in (drafts, replay):
+        with pytest.raises(SettingsError, match="config.json: not found"):
+            command(tmp_path, num=1)
