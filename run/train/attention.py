@@ -16,7 +16,8 @@ CHUNK = 64
 """Queries whose window keys are gathered together."""
 NUM_GUIDED = 2
 """Heads of a guided layer that are to look where the next token stands."""
-_NEVER = -30000.0
+NEVER = -30000.0
+"""Added to scores of what must not be seen: minus infinity for a softmax, and finite in BF16."""
 
 
 @dataclass
@@ -47,7 +48,7 @@ def window_bias(first: torch.Tensor, start: int, window: int) -> torch.Tensor:
     key = query[:, :1] - window + torch.arange(CHUNK + window)
     lowest = torch.maximum(first.view(rows, -1, CHUNK, 1) - start, (query - window + 1).clamp(min=0))
     seen = (key >= lowest) & (key <= query)
-    return torch.where(seen, 0.0, _NEVER).unsqueeze(3)
+    return torch.where(seen, 0.0, NEVER).unsqueeze(3)
 
 
 @dataclass
@@ -128,13 +129,14 @@ def attend(
     cached: Global | None,
     view: View,
     sink: torch.Tensor,
-    probe: slice | None,
+    probe: slice,
     *,
     guided: bool = False,
 ) -> torch.Tensor:
     """`q` [B, Q, H, dim] rotated, window rows `kv` [B, Q, dim], picked rows of `cached` -> [B, Q, H, dim].
 
-    The queries are cut, so that early ones do not meet rows that come later. The result is not yet rotated back.
+    The queries are cut, so that early ones do not meet rows that come later; of those of `probe` it is kept where they
+    attended. The result is not yet rotated back.
     """
     rows, num, heads, dim = q.shape
     chunks = kv.new_zeros(rows, 2, CHUNK, dim)

@@ -59,9 +59,9 @@ class Backbone:
     ) -> Pass:
         """`images` [n, D] are the rows of the batch's image tokens in order.
 
-        With `select` queries see only what the indexers pick, else all. `probe` says which piece of the encoder's
-        queries its indexer learns from. With `guide` some heads of the decoder are held to where the next token stands
-        already.
+        With `select` queries see only what the indexers pick, else all. `probe` says which piece of the queries the
+        indexers learn from; where the decoder computes fewer columns than the encoder, its own learn from all of them.
+        With `guide` some heads of the decoder are held to where the next token stands already.
         """
         c = self.config
         rows, columns = batch.tokens.shape
@@ -76,14 +76,13 @@ class Backbone:
         self._shared: Global | None = None
         self._guides = guide
         probed = attention.pieces(view, columns)
-        is_image = batch.is_image
-        some: slice = probed[probe % len(probed)]
+        some = probed[probe % len(probed)]
         for role in c.layers:
             name = role.name
             if role.engram is not None:
                 history = batch.history[:, view.start :].flatten(0, 1)
                 ids = table_rows(history, self.pad, self.tables[role.engram])
-                alive = ~is_image[:, view.start :].flatten()
+                alive = ~batch.is_image[:, view.start :].flatten()
                 streams = add_memory(streams, ids, alive, w, f"{name}.engram")
             if role.layer in c.dspark_target_layer_ids:
                 found.taps.append(streams.mean(1).view(rows, view.num, -1))
@@ -96,14 +95,12 @@ class Backbone:
                 view = self._view(batch, cut)
                 streams, x = streams.view(rows, columns, c.hc_mult, -1)[:, cut:].flatten(0, 1), x[:, cut:]
                 some = slice(0, batch.region)
-            elif role.layer == c.first_decoder_layer:
-                some = attention.pieces(view, columns)[probe % len(probed)]
             mixed = self._mix(streams, w, f"{name}.hc_attn")
             y = self._attention(x, w, role, view, some, found, select=select)
             streams, pre = expand(y.flatten(0, 1), streams, mixed), mixed.pre
             mixed = self._mix(streams, w, f"{name}.hc_ffn")
             x = norm(collapse(streams, pre), w[f"{name}.ffn_norm.weight"])
-            drawn = is_image[:, view.start :].flatten()
+            drawn = batch.is_image[:, view.start :].flatten()
             bias = torch.where(drawn.unsqueeze(1), w[f"{name}.ffn.gate.bias_vl"], w[f"{name}.ffn.gate.bias"])
             picks = role.num_picks
             y, picked = experts(x, w, f"{name}.ffn", bias.detach(), picks, c.routed_scaling_factor, c.swiglu_limit)
@@ -168,7 +165,7 @@ class Backbone:
                 elif cached.candidates is not None and role.kv_owner == c.candidate_source_layer_id:
                     seen = cached.candidates
                 seen = attention.choose(everything, seen, c.index_topk)
-        cached.bias = torch.where(seen, 0.0, -30000.0)
+        cached.bias = torch.where(seen, 0.0, attention.NEVER)
 
     def _close(self, found: Pass) -> None:
         """The loss of the indexer whose layers end here: KL from where its layers attended to what it scored."""

@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
-from run.train import tower
 from run.train.anchors import Anchors, choose
 from run.train.backbone import Backbone, Pass
 from run.train.layers import Weights, norm, rounded_inputs
 from run.train.optimizer import Optimizer
 from run.train.packing import Batch
-from run.train.parameters import Parameters, as_stored, digest, initial, read
+from run.train.parameters import Parameters, as_stored, digest, initial, is_draft, read
 from run.train.plan import Plan
 from run.train.stages import Stages
 from run.train.steps import Steps, balance
@@ -75,8 +74,8 @@ class DraftTrainer(Steps[DraftReport]):
         super().__init__(folder, plan, seed)
         self.backbone, self.stages = Backbone(self.config, self.token_map.pad), Stages(self.config)
         begun = initial(self.config, seed)
-        self.frozen = {name: value for name, value in read(folder, self.config).items() if not _is_draft(name)}
-        self.parameters: Parameters = {name: value for name, value in begun.items() if _is_draft(name)}
+        self.frozen = {name: value for name, value in read(folder, self.config).items() if not is_draft(name)}
+        self.parameters: Parameters = {name: value for name, value in begun.items() if is_draft(name)}
         self.optimizer = Optimizer(self.parameters, self.config)
         self.weights = place_weights(self.config.dspark_block_size)
 
@@ -117,8 +116,7 @@ class DraftTrainer(Steps[DraftReport]):
         return report, bool(stopped)
 
     def _observe(self, batch: Batch, *, select: bool) -> Pass:
-        vision = self.config.vision
-        images = tower.encode(self.frozen, vision, batch.images) if batch.images and vision is not None else None
+        images = self._images(self.frozen, batch)
         return self.backbone.forward(self.frozen, batch, images, select=select, probe=self.step)
 
     def _target(self, found: Pass, anchors: Anchors) -> torch.Tensor:
@@ -151,7 +149,3 @@ class DraftTrainer(Steps[DraftReport]):
         if state["backbone"] != digest(self.frozen):
             raise ValueError("the backbone was trained since these drafts were begun: delete drafts.pt to begin anew")
         super().load(state)
-
-
-def _is_draft(name: str) -> bool:
-    return name.startswith("mtp.")

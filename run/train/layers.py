@@ -187,6 +187,7 @@ def experts(
 
 
 def activate(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:
+    """SwiGLU, its `gate` held below `limit` and `up` within it on both sides (spec §2.4)."""
     return functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
 
 

@@ -18,6 +18,7 @@ _STEPS, _A, _B, _C = 5, 3.4445, -4.7750, 2.0315
 
 
 def by_muon(name: str, shape: tuple[int, ...], role: str) -> bool:
+    """Whether Muon moves a parameter: a matrix of one of these parts, or Engram's."""
     if name.endswith("engram.wkv.weight"):
         return True
     return role in _BY_MUON and len(shape) > 1 and name.endswith("weight")
@@ -46,8 +47,9 @@ class Optimizer:
         self.first, self.second, self.num_steps = state["first"], state["second"], state["num_steps"]
 
     @torch.no_grad()
-    def step(self, rate: float) -> float:
-        """One step at `rate` of the full rates; gradients are used up. Returns their norm."""
+    def step(self, rate: float) -> None:
+        """One step at `rate` of the full rates, by gradients of a norm of 1 at most; they are used up. What has none
+        stays."""
         self.num_steps += 1
         grads = {name: self.parameters[name].grad for name in self.trained}
         given = {name: grad for name, grad in grads.items() if grad is not None}
@@ -64,7 +66,6 @@ class Optimizer:
                 direction = self._adam(name, grad)
             value.sub_(direction, alpha=rate * self.rates[name])
             value.grad = None
-        return size
 
     def _adam(self, name: str, grad: torch.Tensor) -> torch.Tensor:
         fast, slow = _BETAS

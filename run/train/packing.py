@@ -26,7 +26,7 @@ class Batch:
     images; `sources`, the column where the next token stands already, -1 where it does not (`sources.py`).
 
     The decoder computes the last `region` columns. `where` [n] are the flat places [B, region] whose next token is
-    `wanted` [n], each counted `weight` [n]. `images`: pixels in the order of their tokens.
+    `wanted` [n], which an assistant must produce. `images`: pixels in the order of their tokens.
     """
 
     tokens: torch.Tensor

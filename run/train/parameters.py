@@ -27,6 +27,11 @@ def stacked_name(name: str) -> tuple[str, int | None]:
     return f"{before}.experts.{rest}", int(number)
 
 
+def is_draft(name: str) -> bool:
+    """Whether a parameter is of the draft stages."""
+    return name.startswith("mtp.")
+
+
 def stacked(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], Format, str]]:
     """Shape, format and role of every parameter."""
     found: dict[str, tuple[tuple[int, ...], Format, str]] = {}

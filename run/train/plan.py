@@ -31,7 +31,10 @@ class Rows(NamedTuple):
 
 class Stage(NamedTuple):
     """`num_steps` of batches: their `rows` with the share of each, the shares of `tasks`, the first and the last rate
-    as parts of the full one. `select`: queries see only what indexers pick; `rounded`: products read FP8.
+    as parts of the full one.
+
+    `longest`: tokens of a prompt, but for long notes; `guide`: the weight of the loss of guided heads; `select`:
+    queries see only what indexers pick; `rounded`: products read FP8.
     """
 
     name: str
@@ -46,6 +49,8 @@ class Stage(NamedTuple):
 
 
 class Plan(NamedTuple):
+    """Stages, one after the other."""
+
     stages: tuple[Stage, ...]
 
     @property
@@ -59,7 +64,7 @@ class Plan(NamedTuple):
         return [num for num in range(1, rows + 1) if rows % num == 0]
 
     def at(self, step: int) -> tuple[Stage, float]:
-        """The stage of a step, and the rate at it."""
+        """The stage of a step, and the rate at it. Raises ValueError behind the last step."""
         for stage in self.stages:
             if step < stage.num_steps:
                 first, last = stage.rates

@@ -14,8 +14,6 @@ from run.train import attention
 from run.train.anchors import Anchors
 from run.train.layers import Turn, Weights, collapse, expand, experts, mix, norm, product, rotate
 
-_NEVER = -30000.0
-
 
 class Blocks(NamedTuple):
     """`hidden` [A, S, D] before the last norm; `loads` by stage, picks of each expert [E]."""
@@ -84,7 +82,7 @@ class Stages:
         window = rows.index_select(0, anchors.window.flatten()).unflatten(0, anchors.window.shape)
         keys = torch.cat((window, block), 1)
         scores = torch.matmul((rotate(q, turn) * dim**-0.5).flatten(1, 2), keys.transpose(1, 2))
-        bias = functional.pad(torch.where(anchors.seen, 0.0, _NEVER), (0, size)).unsqueeze(1)
+        bias = functional.pad(torch.where(anchors.seen, 0.0, attention.NEVER), (0, size)).unsqueeze(1)
         drain = w[f"{name}.attn_sink"].repeat(size).view(1, -1, 1).expand(num, -1, 1)
         share = torch.cat((scores + bias.to(scores.dtype), drain.to(scores.dtype)), -1).softmax(-1)[..., :-1]
         out = torch.matmul(share, keys.to(share.dtype)).unflatten(1, (size, heads))

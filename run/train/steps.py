@@ -14,6 +14,8 @@ from torch import distributed
 
 from kernels.config import ModelConfig
 from kernels.vocabulary import load_token_map
+from run.train import tower
+from run.train.layers import Weights
 from run.train.optimizer import Optimizer
 from run.train.packing import Batch, pack
 from run.train.parameters import Parameters
@@ -78,6 +80,11 @@ class Steps(ABC, Generic[R]):
 
     def _sample(self, task: str, number: int, num_tokens: int) -> Sample:
         return self.renderer.render(TASKS[task](rng("train", task, number), num_tokens))
+
+    def _images(self, weights: Weights, batch: Batch) -> torch.Tensor | None:
+        """The rows of a batch's image tokens, None where there are none."""
+        vision = self.config.vision
+        return tower.encode(weights, vision, batch.images) if batch.images and vision is not None else None
 
     def _add_up(self, values: list[torch.Tensor]) -> None:
         """Replace each by the sum over all processes."""

@@ -10,17 +10,19 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-from run.train import tower
 from run.train.backbone import Backbone, Pass
 from run.train.layers import Weights, norm, rounded_inputs
 from run.train.optimizer import Optimizer
 from run.train.packing import Batch
-from run.train.parameters import as_stored, initial
+from run.train.parameters import as_stored, initial, is_draft
 from run.train.plan import Plan, Stage
 from run.train.steps import Steps, balance
 
 
 class Report(NamedTuple):
+    """`loss` and `right`: cross-entropy of the tokens wanted, and the share of them that the model would have said;
+    `index_loss`: divergence of all indexers together; `guide_loss` of guided heads, on average."""
+
     step: int
     stage: str
     loss: float
@@ -38,7 +40,7 @@ class Trainer(Steps[Report]):
         super().__init__(folder, plan, seed)
         self.backbone = Backbone(self.config, self.token_map.pad)
         self.parameters = initial(self.config, seed)
-        drafts = frozenset(name for name in self.parameters if name.startswith("mtp."))
+        drafts = frozenset(name for name in self.parameters if is_draft(name))
         self.optimizer = Optimizer(self.parameters, self.config, drafts)
 
     def _step(self, batch: Batch, stop: bool) -> tuple[Report, bool]:
@@ -70,8 +72,7 @@ class Trainer(Steps[Report]):
     def _loss(self, weights: Weights, batch: Batch, stage: Stage) -> tuple[Pass, torch.Tensor, torch.Tensor]:
         """The pass, the cross-entropy of each token wanted, and how many of them the model would have said."""
         with torch.autocast("cpu", torch.bfloat16):
-            vision = self.config.vision
-            images = tower.encode(weights, vision, batch.images) if batch.images and vision is not None else None
+            images = self._images(weights, batch)
             found = self.backbone.forward(
                 weights, batch, images, select=stage.select, probe=self.step, guide=stage.guide > 0
             )
