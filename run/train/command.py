@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -105,6 +106,9 @@ def _check(plan: Plan, minutes: float, processes: int) -> None:
     if processes not in plan.shares:
         known = " or ".join(map(str, plan.shares))
         raise SettingsError(f"--processes {processes}: they share the rows of every batch alike; there can be {known}")
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    if shutil.which(compiler) is None:
+        raise SettingsError(f"training compiles a part of the model: there is no {compiler}; install it, or set CXX")
 
 
 def _refused(error: OSError) -> int:

@@ -29,6 +29,13 @@ def test_what_cannot_be_is_a_mistake_of_usage(tmp_path: Path, arguments: dict[st
     assert not any(tmp_path.iterdir())
 
 
+def test_there_must_be_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-compiler")
+    with pytest.raises(SettingsError, match="there is no no-compiler"):
+        command.train(tmp_path / "run")
+    assert not any(tmp_path.iterdir())
+
+
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     assert command.train(tmp_path / "file") == 1
