@@ -186,14 +186,18 @@ def _work(rank: int, world: int, address: str, run: RunFolder, seconds: float, s
             print(f"shoal: {error}", file=sys.stderr)
         distributed.barrier()  # when one process ends, the others are ended: this one may not have spoken
         raise SystemExit(_REFUSED) from None
-    if rank == 0:
-        run.truncate_log(trainer.step)
-    _run(trainer, run if rank == 0 else None, seconds)
-    if rank == 0:
-        run.save(trainer.state())
-        write(run.model, {**trainer.frozen, **trainer.parameters}, trainer.config)
-        write_temperatures(run.model, None)  # they were those of other drafts
-        print(f"{trainer.step} of {trainer.plan.num_steps} steps; the model is in {run.model}")
+    try:
+        if rank == 0:
+            run.truncate_log(trainer.step)
+        _run(trainer, run if rank == 0 else None, seconds)
+        if rank == 0:
+            run.save(trainer.state())
+            write(run.model, {**trainer.frozen, **trainer.parameters}, trainer.config)
+            write_temperatures(run.model, None)  # they were those of other drafts
+            print(f"{trainer.step} of {trainer.plan.num_steps} steps; the model is in {run.model}")
+    except OSError as error:  # a full disk, most likely
+        print(f"shoal: {error}", file=sys.stderr)
+        raise SystemExit(_REFUSED) from None
     distributed.destroy_process_group()
 
 

@@ -36,7 +36,7 @@ class Sample:
 
 
 class Renderer:
-    """Renders examples for the model in a checkpoint folder, with its tokenizer. Raises CardError where it is none."""
+    """Renders examples for the model in a checkpoint folder, with its tokenizer. Raises CardError, ConfigError."""
 
     def __init__(self, folder: str | Path) -> None:
         self._converter = Converter(ModelCard.from_folder(folder))

@@ -58,7 +58,7 @@ def test_a_step_is_judged(new: list[int], num_right: int, num_counted: int, num_
     assert judged("row", _SURE, new, EOS) == Step("row", _SURE, num_right, num_counted, num_new)
 
 
-def test_drafts_give_the_tokens_of_plain_decoding(mini: Model) -> None:
+def test_drafts_give_as_many_tokens_as_plain_decoding(mini: Model) -> None:
     asked = [prompt("short", 7), prompt("long", 60)]
     done: list[None] = []
     steps = run_drafts(mini, asked, MAX_TOKENS, lambda: done.append(None))

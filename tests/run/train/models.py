@@ -46,7 +46,7 @@ def batch(*rows: list[Sample], columns: int, region: int | None = None, cut: int
     return pack(rows, columns, columns if region is None else region, loaded().token_map, cuts, image)
 
 
-def hidden(of: Batch, *, select: bool = True) -> torch.Tensor:
+def hidden(of: Batch) -> torch.Tensor:
     """[B, region, D] fp32, as a loader's weights give it."""
     with torch.no_grad():
-        return loaded().backbone.forward(loaded().parameters, of, None, select=select, probe=0).hidden
+        return loaded().backbone.forward(loaded().parameters, of, None, select=True, probe=0).hidden

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,11 @@ import pytest
 from run.settings import SettingsError
 from run.train import command
 from run.train.state import RunFolder
+
+
+@pytest.fixture(autouse=True)
+def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", sys.executable)  # what is refused here needs none
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 import torch
@@ -46,21 +49,34 @@ def test_a_run_that_was_stopped_goes_on_exactly(tmp_path: Path) -> None:
         assert torch.equal(value, again.parameters[name]), name
 
 
-def test_processes_with_images_and_without_add_up_the_same_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[list[torch.Size]] = []
+def test_two_processes_do_what_one_does() -> None:
+    """Each has half of the rows; only one of them has an image, and the other no gradients of the tower."""
+    plan = Plan((Stage("", 1, {Rows(2, 128, 128): 1.0}, {"picture": 1.0, "about": 5.0}, (1.0, 1.0), guide=1.0),))
+    alone, *both = (Trainer(untrained(), plan, 4) for _ in range(3))
+    for trainer in (alone, *both):
+        trainer.parameters["head.weight"].data.copy_(trainer.parameters["embed.weight"])  # it begins with zeros
+    meet, given = Barrier(2, timeout=20), [torch.empty(0)] * 2
 
-    def add_up(values: list[torch.Tensor]) -> None:
-        if len(values) == 1:
-            values[0][-2] += 1  # the other process has an image
-        else:
-            sizes.append([value.shape for value in values])
+    def add_up(rank: int, values: list[torch.Tensor]) -> None:
+        given[rank] = torch.cat([value.flatten() for value in values])
+        meet.wait()
+        total = given[0] + given[1]
+        meet.wait()
+        for value, part in zip(values, total.split([value.numel() for value in values]), strict=True):
+            value.copy_(part.view_as(value))
 
-    for task in ("picture", "about"):
-        plan = Plan((Stage("", 1, {Rows(1, 128, 128): 1.0}, {task: 1.0}, (1.0, 1.0)),))
-        trainer = Trainer(untrained(), plan, 5)
-        monkeypatch.setattr(trainer, "_add_up", add_up)
-        trained(trainer, 1)
-    assert sizes[0] == sizes[1]
+    for rank, trainer in enumerate(both):
+        trainer.rank, trainer.world = rank, 2
+        trainer._add_up = functools.partial(add_up, rank)  # type: ignore[method-assign]
+    batches = [trainer.batch(0) for trainer in both]
+    assert torch.equal(torch.cat([one.tokens for one in batches]), alone.batch(0).tokens)
+    assert sorted(bool(one.images) for one in batches) == [False, True]
+    with ThreadPoolExecutor(2) as threads:
+        first, second = (report for (report,) in threads.map(lambda trainer: trained(trainer, 1), both))
+    (report,) = trained(alone, 1)
+    assert first[:-1] == second[:-1]
+    assert (first.loss, first.right, first.num_tokens) == (pytest.approx(report.loss, rel=1e-3), report.right, report.num_tokens)
+    assert all(torch.equal(value, both[1].parameters[name]) for name, value in both[0].parameters.items())
 
 
 def test_a_state_of_another_seed_is_refused() -> None:
