@@ -154,6 +154,8 @@ def test_other_examples_are_asked_from_another_index_or_split(
         skills(url=server.url, num=1, tasks="recall", json=True, **arguments)
         asked.append({body["messages"][0]["content"] for body in server.bodies})
     assert asked[0] == asked[1] and len(asked[0] | asked[2] | asked[3]) == 60
+    depths = {content.split()[2] for contents in asked for content in contents}
+    assert len(depths) == 60, "notes of one length are others than those of the other"
 
 
 def test_mistakes_are_one_line(server: Server, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import shutil
 import sys
 from pathlib import Path
@@ -14,10 +15,13 @@ import torch
 from kernels.checkpoint import Checkpoint
 from run.evaluate.calibration import temperatures_of, write_temperatures
 from run.train import calibrate, command
+from run.train.anchors import choose
+from run.train.backbone import Pass
 from run.train.drafts import DraftReport, DraftTrainer, losses, place_weights
 from run.train.parameters import write
 from run.train.plan import Plan, Rows, Stage
 from run.train.state import RunFolder
+from tests.run.train.models import batch, sample
 from tests.untrained import untrained
 
 PLAN = Plan((Stage("drafts", 3, {Rows(1, 128, 128): 1.0}, {"transform": 1.0}, (1.0, 1.0), select=True, rounded=True),))
@@ -79,11 +83,22 @@ def test_a_run_goes_on_exactly_and_leaves_the_backbone(tmp_path: Path) -> None:
         assert same or name.startswith("mtp."), name
 
 
+def test_a_draft_is_held_to_what_the_backbone_says_behind_the_token_before_it() -> None:
+    trainer = DraftTrainer(untrained(), PLAN, 5)
+    of = batch([sample(100, 1, 20), sample(20, 2, 9)], columns=128, region=64)
+    anchors = choose(of, 5, 128, 100, random.Random(0))
+    # Rows from which the head tells the token that they stand for.
+    rows = torch.randn(trainer.config.vocab_size, trainer.config.hidden_size)
+    trainer.frozen |= {"norm.weight": torch.ones(rows.shape[1]), "head.weight": rows}
+    target = trainer._target(Pass(rows[of.tokens[:, 64:]]), anchors)
+    assert target.argmax(-1).tolist() == anchors.tokens[:, :-1][anchors.counted].tolist()
+
+
 def test_steps_with_nothing_to_draft() -> None:
     trainer = DraftTrainer(untrained(), PLAN, 5)
-    batch = trainer.batch(0)
-    batch.where = batch.where[:0]
-    report, _ = trainer._step(batch, False)
+    empty = trainer.batch(0)
+    empty.where = empty.where[:0]
+    report, _ = trainer._step(empty, False)
     assert (report.loss, report.distance, report.accepted) == (0.0, 0.0, 1.0)
 
 

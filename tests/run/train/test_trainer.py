@@ -98,12 +98,14 @@ def test_a_state_of_another_model_is_refused() -> None:
 
 def test_experts_that_were_picked_too_seldom_are_preferred() -> None:
     trainer = Trainer(untrained(), PLAN, 1)
-    bias = trainer.parameters["layers.0.ffn.gate.bias"]
-    before = bias.clone()
-    loads = torch.tensor([[9.0, 1, 5, 5, 5, 5, 5, 5], [0.0] * 8])
-    trainer._balance({0: loads})
-    moved = bias - before
-    assert moved[0] < 0 < moved[1] and abs(float(moved.sum())) < 1e-6
+    biases = [trainer.parameters[f"layers.0.ffn.gate.{name}"] for name in ("bias", "bias_vl")]
+    before = [bias.clone() for bias in biases]
+    trainer._balance({0: torch.tensor([[9.0, 1, 5, 5, 5, 5, 5, 5], [0.0] * 8])})
+    assert torch.equal(biases[1], before[1]), "there was no image"
+    trainer._balance({0: torch.tensor([[0.0] * 8, [1.0, 9, 5, 5, 5, 5, 5, 5]])})
+    text, drawn = (bias - old for bias, old in zip(biases, before, strict=True))
+    assert text[0] < 0 < text[1] and drawn[1] < 0 < drawn[0]
+    assert abs(float(text.sum())) < 1e-6
 
 
 def test_the_plan_says_what_a_step_does() -> None:
