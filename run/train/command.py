@@ -46,7 +46,7 @@ def train(folder: Path, *, minutes: float = 90, seed: int = 1, processes: int = 
     folder
         Of the run; made if it is not there.
     minutes
-        Stop after this many; the whole plan takes about five hours on two cores.
+        Stop after this many; the whole plan takes about three hours on two cores.
     seed
         Of a new run: of the first weights, and of all that is trained on.
     processes
