@@ -113,12 +113,12 @@ async def _started(folder: Path, num_threads: int, *, drafts: bool) -> LocalEngi
 
 
 async def _prefill(engine: LocalEngine, key: str, num_tokens: int, *, bounded: bool) -> float:
-    """Seconds for one prompt of random tokens; the request stays admitted, with room to generate."""
+    """Seconds for one prompt of random tokens of text; the request stays admitted, with room to generate."""
     rng = random.Random(num_tokens)
     room = min(num_tokens + 1000, engine.info.max_tokens)
     admission = engine.admit(key, room, _GREEDY, bounded_prompt=num_tokens if bounded else 0)
     assert admission is Admission.OK, admission
-    tokens = np.array([rng.randrange(engine.info.vocab_size) for _ in range(num_tokens)], dtype=np.uint32)
+    tokens = np.array([rng.randrange(3, engine.info.vocab_size // 2) for _ in range(num_tokens)], dtype=np.uint32)
     start_s = time.perf_counter()
     for first in range(0, num_tokens, STEP_TOKENS):
         await engine.prefill([Chunk(key, tokens[first : first + STEP_TOKENS])])
