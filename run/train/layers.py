@@ -40,7 +40,7 @@ _TURNS = 16
 
 @contextlib.contextmanager
 def rounded_inputs() -> Iterator[None]:
-    """Within, products with quantised weights read FP8, as serving does. It costs a fifth of the time."""
+    """Within, products with quantised weights read FP8, as serving does. A step takes 6 to 8 % longer."""
     global _rounds
     before, _rounds = _rounds, True
     try:
@@ -88,7 +88,7 @@ class _Sinkhorn(torch.autograd.Function):
 
     What it converges to is the softmax with each row and each column scaled, so its gradient is that of the logarithms
     less what rows and columns have in common. Taking this off by turns converges as the divisions did; going through
-    each of them backwards would take four times as long, for the same gradient.
+    each of them backwards takes 7.5 ms instead of 1.6 for 4,096 tokens, for the same gradient.
     """
 
     @staticmethod
@@ -168,7 +168,7 @@ def experts(
     """The mixture of experts (spec §2.4) on `x` [N, D] -> output [N, D] and which experts were picked [N, E] bool.
 
     `bias` is [E] or [N, E]. Every expert is computed for every token and those not picked count nothing: at these sizes
-    one large product is quicker than eight small ones.
+    eight small products would be quicker (18 instead of 26 ms for 2,048 tokens, 5 % of a step), with more code.
     """
     with torch.autocast("cpu", enabled=False):
         score = functional.softplus(functional.linear(x.float(), w[f"{name}.gate.weight"])).clamp_min(1e-30).sqrt()
