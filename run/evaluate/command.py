@@ -50,7 +50,7 @@ def skills(
     """Ask the system that runs what a model can do, on examples it has not seen, and count right answers.
 
     Each row has its share with an interval of 95 %, times as a client sees them, and what should not be: answers that
-    did not end, control sequences in them, requests that failed.
+    did not end, control sequences in them, requests that failed. Status 1 if any failed.
 
     Parameters
     ----------
@@ -98,9 +98,10 @@ def skills(
         console.print(skills_table(found, f"{model}, {split}"))
         if exact:
             console.print(same_table(same))
-    for failure in dict.fromkeys(answer.failure for answer in [*answers, *again] if answer.failure):
+    failures = dict.fromkeys(answer.failure for answer in [*answers, *again] if answer.failure)
+    for failure in failures:
         print(f"failed: {failure}", file=sys.stderr)
-    return 0
+    return 1 if failures else 0
 
 
 @app.command

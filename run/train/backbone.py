@@ -29,6 +29,8 @@ class Pass:
     index_loss: list[torch.Tensor] = field(default_factory=list)
     guide_loss: list[torch.Tensor] = field(default_factory=list)
     loads: dict[int, torch.Tensor] = field(default_factory=dict)
+    shared: Global | None = None  # compressed rows of the last KV owner, while the pass goes on
+    guides: bool = False
 
 
 class Backbone:
@@ -71,10 +73,8 @@ class Backbone:
         streams = x.unsqueeze(1).repeat(1, c.hc_mult, 1)
         pre = torch.zeros(len(x), c.hc_mult)
         pre[:, 0] = 1.0
-        found = Pass(x)
+        found = Pass(x, guides=guide)
         view = self._view(batch, 0)
-        self._shared: Global | None = None
-        self._guides = guide
         probed = attention.pieces(view, columns)
         some = probed[probe % len(probed)]
         for role in c.layers:
@@ -89,7 +89,7 @@ class Backbone:
             x = norm(collapse(streams, pre), w[f"{name}.attn_norm.weight"]).view(rows, view.num, -1)
             if role.owns_kv:
                 self._close(found)
-                self._shared = attention.compress(x, w, f"{name}.attn", role, c, view.turn)
+                found.shared = attention.compress(x, w, f"{name}.attn", role, c, view.turn)
             if role.layer == c.first_decoder_layer and batch.region < columns:
                 cut = columns - batch.region
                 view = self._view(batch, cut)
@@ -132,20 +132,29 @@ class Backbone:
         c, name = self.config, f"{role.name}.attn"
         turn = view.turn if role.ratio else view.local_turn
         low, q, kv = attention.project(x, w, name, c)
-        cached = self._shared if role.ratio else None
+        cached = found.shared if role.ratio else None
         if cached is not None and role.owns_index:
             self._close(found)
-            self._pick(low.detach(), x.detach(), w, role, view, probe, select=select)
+            self._pick(low.detach(), x.detach(), w, role, view, probe, found, select=select)
         near, sink = attention.window_values(kv, turn), w[f"{name}.attn_sink"]
-        guided = self._guides and role.ratio == 1 and not role.owns_index
+        guided = found.guides and role.ratio == 1 and not role.owns_index
         out = attention.attend(rotate(q, turn), near, cached, view, sink, probe, guided=guided)
         return attention.output(out, w, name, c, turn)
 
     def _pick(
-        self, qr: torch.Tensor, x: torch.Tensor, w: Weights, role: LayerRole, view: View, probe: slice, *, select: bool
+        self,
+        qr: torch.Tensor,
+        x: torch.Tensor,
+        w: Weights,
+        role: LayerRole,
+        view: View,
+        probe: slice,
+        found: Pass,
+        *,
+        select: bool,
     ) -> None:
         """Say which rows the queries see; keep the scores of the probed ones, for the indexer's loss."""
-        c, cached, name = self.config, self._shared, f"{role.name}.attn"
+        c, cached, name = self.config, found.shared, f"{role.name}.attn"
         assert cached is not None
         seen = attention.visible(view, cached.ratio, cached.rows.shape[1])
 
@@ -169,7 +178,7 @@ class Backbone:
 
     def _close(self, found: Pass) -> None:
         """The loss of the indexer whose layers end here: KL from where its layers attended to what it scored."""
-        cached = self._shared
+        cached = found.shared
         if cached is None or cached.scores is None:
             return
         mass = torch.stack(cached.mass).sum(0)

@@ -9,14 +9,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kernels.config import ModelConfig
 from kernels.vocabulary import TokenMap
 from run.train.rendering import Sample
 from run.train.sources import sources
 
 ALIGN = 8
 """Conversations begin at multiples of this: pairs of tokens and blocks of candidates are then those of serving."""
-NGRAM = 4
-"""Tokens that Engram hashes at most."""
 
 
 @dataclass
@@ -48,13 +47,15 @@ def pack(
     region: int,
     token_map: TokenMap,
     cuts: Sequence[int | None],
-    image: int,
+    config: ModelConfig,
 ) -> Batch:
     """Lay `rows` of samples into `columns` each, the last sample at the end.
 
-    `cuts`: per row a column before which its windows see nothing from there on, as after a hit without window rows;
-    `image`: the id of the image token. Raises ValueError for samples that do not fit.
+    `cuts`: per row a column before which its windows see nothing from there on, as after a hit without window rows.
+    Raises ValueError for samples that do not fit.
     """
+    image, num_ngram = config.image_token_id, config.engram_max_ngram_size
+    assert image is not None
     shape = (len(rows), columns)
     tokens, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     lowest, goal = np.zeros(shape, np.int64), np.zeros(shape, bool)
@@ -83,7 +84,7 @@ def pack(
         torch.from_numpy(positions),
         torch.from_numpy(lowest),
         torch.from_numpy(window_from),
-        torch.from_numpy(_history(tokens, positions, token_map, image)),
+        torch.from_numpy(_history(tokens, positions, token_map, image, num_ngram)),
         torch.from_numpy(tokens == image),
         torch.from_numpy(source),
         region,
@@ -105,11 +106,11 @@ def starts(lengths: Sequence[int], columns: int) -> list[int]:
 
 
 def _history(
-    tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], token_map: TokenMap, image: int
+    tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], token_map: TokenMap, image: int, num: int
 ) -> npt.NDArray[np.int64]:
     ids = np.where(tokens == image, -1, token_map.ids.numpy()[tokens])
-    history = np.full((*tokens.shape, NGRAM), -1, np.int64)
-    for shift in range(NGRAM):
+    history = np.full((*tokens.shape, num), -1, np.int64)
+    for shift in range(num):
         part = history[:, shift:, shift]
         part[:] = np.where(positions[:, shift:] >= shift, ids[:, : tokens.shape[1] - shift], -1)
     return history

@@ -74,9 +74,8 @@ class Steps(ABC, Generic[R]):
         draw = random.Random(f"{self.seed}/{step}")
         rows, samples = fill(stage, draw, step * 1_000_000, self._sample)
         cuts = [draw.randrange(8, rows.columns, 8) if draw.random() < _CUT_SHARE else None for _ in samples]
-        assert self.config.image_token_id is not None
         samples, cuts = samples[self.rank :: self.world], cuts[self.rank :: self.world]
-        return pack(samples, rows.columns, rows.region, self.token_map, cuts, self.config.image_token_id)
+        return pack(samples, rows.columns, rows.region, self.token_map, cuts, self.config)
 
     def _sample(self, task: str, number: int, num_tokens: int) -> Sample:
         return self.renderer.render(TASKS[task](rng("train", task, number), num_tokens))

@@ -40,10 +40,8 @@ def sample(num: int, seed: int = 0, num_targets: int | None = None) -> Sample:
 
 
 def batch(*rows: list[Sample], columns: int, region: int | None = None, cut: int | None = None) -> Batch:
-    image = loaded().config.image_token_id
-    assert image is not None
     cuts = [cut for _ in rows]
-    return pack(rows, columns, columns if region is None else region, loaded().token_map, cuts, image)
+    return pack(rows, columns, columns if region is None else region, loaded().token_map, cuts, loaded().config)
 
 
 def hidden(of: Batch) -> torch.Tensor:
