@@ -32,6 +32,7 @@ from schemas.cache import (
     SpaceDescribed,
     StoreBlocks,
 )
+from schemas.experts import ExpertsUsed, GroupBroken, PlaceExperts, StepWanted
 from schemas.handover import Claim, Claimed, ClaimRefused, Dispatch, Dispatched, HandedOver, HandOver, Refused
 from schemas.liveness import Ping, Pong, ProcessExited
 from schemas.message import Message, Role
@@ -123,6 +124,12 @@ HAND_OVER: Subject[HandOver, HandedOver | Refused] = Subject(Role.DECODE, "hando
 CANCEL_DECODE: Subject[Cancel, CancelAcknowledged] = Subject(Role.DECODE, "cancel", Cancel, CancelAcknowledged)
 RESEND_DECODE: Subject[Resend, TokensEmitted] = Subject(Role.DECODE, "resend", Resend, TokensEmitted)
 
+# Ranks of a group, and where their experts are
+STEP_PREFILL: Subject[StepWanted, None] = Subject(Role.PREFILL, "step", StepWanted)
+STEP_DECODE: Subject[StepWanted, None] = Subject(Role.DECODE, "step", StepWanted)
+PLACE_PREFILL: Subject[PlaceExperts, None] = Subject(Role.PREFILL, "place", PlaceExperts)
+PLACE_DECODE: Subject[PlaceExperts, None] = Subject(Role.DECODE, "place", PlaceExperts)
+
 # The KV cache
 DESCRIBE: Subject[DescribeSpace, SpaceDescribed] = Subject(Role.PREFILL, "describe", DescribeSpace, SpaceDescribed)
 FIND: Subject[FindBlocks, BlocksFound] = Subject(Role.METADATA, "find", FindBlocks, BlocksFound)
@@ -144,6 +151,8 @@ STORED: Subject[BlocksStored, None] = Subject("event", "stored", BlocksStored)
 DROPPED: Subject[BlocksDropped, None] = Subject("event", "dropped", BlocksDropped)
 TOUCHED: Subject[BlocksTouched, None] = Subject("event", "touched", BlocksTouched)
 FAILED: Subject[BlocksFailed, None] = Subject("event", "failed", BlocksFailed)
+EXPERTS: Subject[ExpertsUsed, None] = Subject("event", "experts", ExpertsUsed)
+BROKEN: Subject[GroupBroken, None] = Subject("event", "broken", GroupBroken)
 
 
 def ping(role: str) -> Subject[Ping, Pong]:
@@ -206,6 +215,7 @@ SUBJECTS: tuple[Subject[Any, Any], ...] = (
     *(RESOLVE_IMAGE, ENCODE_IMAGE, RELEASE_IMAGE, CANCEL_VISION),
     *(DISPATCH, CANCEL_PREFILL, RESEND_PREFILL, HAND_OVER, CANCEL_DECODE, RESEND_DECODE),
     *(SHORTENED, DESCRIBE, FIND, KEPT, STORE, DUMP, DROP, ADOPT, MAKE_ROOM, ADMIT, USED),
-    *(LOAD, EXITED, STORED, DROPPED, TOUCHED, FAILED),
+    *(STEP_PREFILL, STEP_DECODE, PLACE_PREFILL, PLACE_DECODE),
+    *(LOAD, EXITED, STORED, DROPPED, TOUCHED, FAILED, EXPERTS, BROKEN),
 )
 """All of the above, for tests."""

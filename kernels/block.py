@@ -9,6 +9,7 @@ import torch
 from kernels.attention import Attention
 from kernels.checkpoint import Checkpoint
 from kernels.config import LayerRole, ModelConfig
+from kernels.group import Group
 from kernels.moe import MoE
 from kernels.ops.linear import by_columns
 from kernels.ops.mix import Mix, MixWeights, collapse_norm, expand, mix
@@ -26,10 +27,11 @@ class Block:
         checkpoint: Checkpoint,
         rounding: Rounding,
         attention: Attention,
+        group: Group | None,
     ) -> None:
         self.config, self.role, self.round = config, role, rounding
         self.attention = attention
-        self.moe = MoE(config, role, checkpoint, rounding)
+        self.moe = MoE(config, role, checkpoint, rounding, group)
         name, dim, num = role.name, config.hidden_size, config.hc_mult
         self.attn_norm = checkpoint.tensor(f"{name}.attn_norm.weight", dim)
         self.ffn_norm = checkpoint.tensor(f"{name}.ffn_norm.weight", dim)

@@ -15,6 +15,7 @@ from kernels.cache import StatePool
 from kernels.checkpoint import Checkpoint
 from kernels.config import ModelConfig
 from kernels.engine import Sampling
+from kernels.group import Group
 from kernels.layout import Layout
 from kernels.ops.attention import KeySet, sparse_attend
 from kernels.ops.linear import by_columns, linear
@@ -68,7 +69,13 @@ class Drafter:
     """Weights of `mtp.*`, with the backbone's `embed` and `head` [vocab, dim]. Immutable."""
 
     def __init__(
-        self, config: ModelConfig, checkpoint: Checkpoint, embed: torch.Tensor, head: torch.Tensor, rounding: Rounding
+        self,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        embed: torch.Tensor,
+        head: torch.Tensor,
+        rounding: Rounding,
+        group: Group | None,
     ) -> None:
         self.config, self.embed, self.head, self.round = config, embed, head, rounding
         c, last = config, config.draft_stages[-1].name
@@ -79,7 +86,7 @@ class Drafter:
         self.stages: list[Block] = []
         for role in c.draft_stages:
             self.attentions.append(DraftAttention(c, role, checkpoint, rounding))
-            self.stages.append(Block(c, role, checkpoint, rounding, self.attentions[-1]))
+            self.stages.append(Block(c, role, checkpoint, rounding, self.attentions[-1], group))
         self.norm = checkpoint.tensor(f"{last}.norm.weight", dim)
         self.markov_embed = checkpoint.tensor(f"{last}.markov_head.embed.weight", c.vocab_size, rank)
         self.markov_head = by_columns(
@@ -133,6 +140,11 @@ class Drafter:
             streams, pre = stage.forward(streams, stage.project(streams, pre, step), step)
         hidden = collapse(streams, pre, self.round)[: layout.num_rows]
         return self._propose(hidden.view(len(runs), size, -1), ids[:, 0], segments, samplings)
+
+    def serve(self) -> None:
+        """Take part in a `draft` of other ranks."""
+        for stage in self.stages:
+            stage.moe.experts.serve()
 
     def _propose(
         self, hidden: torch.Tensor, tokens: torch.Tensor, segments: Sequence[Segment], samplings: Sequence[Sampling]

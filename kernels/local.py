@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -15,15 +15,20 @@ import torch
 from kernels.batch import Batch
 from kernels.cache import StatePool
 from kernels.config import ModelConfig
-from kernels.engine import BLOCK_TOKENS, Admission, Chunk, EngineInfo, ImageRows, Prefix, Sampling, Tokens
+from kernels.engine import BLOCK_TOKENS, Admission, Chunk, EngineInfo, GroupError, ImageRows, Prefix, Sampling, Tokens
+from kernels.group import Group, GroupSpec
 from kernels.kvlayout import KVLayout
 from kernels.kvpages import num_blocks_of
-from kernels.model import ComputeDtype, Model, load_model
-from kernels.requests import NONE, Requests, check_images
+from kernels.lockstep import Lockstep
+from kernels.member import LocalMember
+from kernels.model import ComputeDtype, load_model
+from kernels.requests import Requests, check_images
 from kernels.revision import revision
 from kernels.slots import SlotRequest, export_state, read_blocks, read_windows, restore_state, resume
+from kernels.stepping import Stepping
 from kernels.thread import ComputeThread
-from kernels.verify import verify
+
+T = TypeVar("T")
 
 KV_BYTES = 1 << 30
 """For compressed KV of all requests; never less than the longest one needs, nor more than all of that length need."""
@@ -52,11 +57,13 @@ class LocalEngine:
         num_threads: int = 1,
         compute_dtype: ComputeDtype = "fp32",
         drafts: bool = True,
+        group: GroupSpec | None = None,
     ) -> None:
         """Reads only config.json and shoal.json; `start` loads the weights. Raises ConfigError.
 
         num_slots: requests held at once; max_step_tokens: the most tokens of one prefill step; num_threads: torch's, as
-        products take one (`ops/blas.py`); drafts: use the draft stages, where the checkpoint has them.
+        products take one (`ops/blas.py`); drafts: use the draft stages, where the checkpoint has them; group: the ranks
+        that share the experts.
         """
         self._folder = Path(folder)
         self._compute_dtype: ComputeDtype = compute_dtype
@@ -80,19 +87,29 @@ class LocalEngine:
         )
         self._requests = Requests(SlotRequest)
         self._thread = ComputeThread("engine", num_threads)
-        self._model: Model | None = None
-        self._pool: StatePool | None = None
+        self._group_spec = group
+        self._steps: Stepping | None = None
+        self._member: LocalMember | None = None
 
     @property
     def info(self) -> EngineInfo:
         return self._info
+
+    @property
+    def group(self) -> LocalMember | None:
+        return self._member
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of the weights of experts that are held here."""
+        return sum(moe.experts.num_bytes for moe in self._loaded().model.moes)
 
     async def start(self) -> None:
         """Load the weights and run one small step. Raises ConfigError or CheckpointError."""
         await self._thread.run(self._load)
 
     def admit(self, key: str, num_tokens: int, sampling: Sampling, *, bounded_prompt: int = 0) -> Admission:
-        _, pool = self._loaded()
+        pool = self._loaded().pool
         admission = self._requests.admit(key, num_tokens, sampling, self._info, bounded_prompt)
         if admission is not Admission.OK:
             return admission
@@ -120,51 +137,49 @@ class LocalEngine:
         requests = self._requests.to_prefill(chunks)
         for request, chunk in zip(requests, chunks, strict=True):
             self._check_tokens(chunk.key, request, chunk.tokens)
-        if not requests:
-            return 0
-        return await self._thread.run(lambda: self._prefill(requests, chunks))
+        return await self._step(lambda steps: steps.prefill(requests, chunks)) if requests or self._member else 0
 
     async def export(self, key: str) -> bytes:
         request = self._requests.to_export(key)
-        _, pool = self._loaded()
+        pool = self._loaded().pool
         return await self._thread.run(lambda: export_state(key, request, pool, self._info.layout))
 
     async def restore(self, key: str, state: bytes) -> None:
         request = self._requests.to_restore(key)
-        _, pool = self._loaded()
+        pool = self._loaded().pool
         await self._thread.run(lambda: restore_state(request, pool, self._info.layout, state))
 
     async def resume(self, key: str, prefix: Prefix) -> int:
-        _, pool = self._loaded()
+        pool = self._loaded().pool
         window = self._config.sliding_window
         request = self._requests.to_resume(key, prefix, self._info.block_bytes, window)
         return await self._thread.run(lambda: resume(request, pool, self._info.space, prefix))
 
     async def blocks(self, key: str, first: int, num: int) -> list[bytes]:
-        _, pool = self._loaded()
+        pool = self._loaded().pool
         request = self._requests.to_read(key, first, num)
         return await self._thread.run(lambda: read_blocks(request, pool, first, num))
 
     async def windows(self, key: str, num_tokens: int) -> bytes | None:
-        _, pool = self._loaded()
+        pool = self._loaded().pool
         request = self._requests.to_read_windows(key, num_tokens)
         return await self._thread.run(lambda: read_windows(request, pool, self._info.space, num_tokens))
 
     async def decode(self, keys: Sequence[str]) -> list[list[int]]:
         requests = self._requests.to_decode(keys)
-        if not requests:
-            return []
-        return await self._thread.run(lambda: self._decode(requests))
+        return await self._step(lambda steps: steps.decode(requests)) if requests or self._member else []
 
     def free(self, key: str) -> None:
         request = self._requests.pop(key)
-        if request is not None and self._pool is not None:
-            self._pool.free(request.slot)
+        if request is not None and self._steps is not None:
+            self._steps.pool.free(request.slot)
 
     async def close(self) -> None:
         self._thread.close()
+        if self._member is not None:
+            self._member.leave()
         self._requests = Requests(SlotRequest)
-        self._model = self._pool = None
+        self._steps = self._member = None
 
     def _check_tokens(self, key: str, request: SlotRequest, tokens: Tokens) -> None:
         """Raises ValueError unless the next `tokens` are image tokens where the request has images, and nowhere else.
@@ -184,15 +199,28 @@ class LocalEngine:
             position = request.num_tokens + int(is_image.argmax())
             raise ValueError(f"request {key}: the image at position {position} was not attached")
 
-    def _loaded(self) -> tuple[Model, StatePool]:
-        if self._model is None or self._pool is None:
-            raise RuntimeError("the engine is not started, or closed")
-        return self._model, self._pool
+    async def _step(self, work: Callable[[Stepping], T]) -> T:
+        steps, is_broken = self._loaded(), False
+        try:
+            return await self._thread.run(lambda: work(steps))
+        except GroupError:
+            is_broken = True
+            raise
+        finally:
+            if self._member is not None:
+                self._member.stepped(is_broken=is_broken)
 
-    # What follows runs in the engine's thread.
+    def _loaded(self) -> Stepping:
+        if self._steps is None:
+            raise RuntimeError("the engine is not started, or closed")
+        return self._steps
 
     def _load(self) -> None:
-        model = load_model(self._folder, compute_dtype=self._compute_dtype, device=self._device)
+        """In the engine's thread."""
+        group = None if self._group_spec is None else Group(self._group_spec, torch.device(self._device))
+        model = load_model(self._folder, compute_dtype=self._compute_dtype, device=self._device, group=group)
+        if group is not None:
+            group.join()
         most_drafts = self._config.dspark_block_size if self._drafts else 0
         pool = StatePool(
             self._config,
@@ -208,66 +236,9 @@ class LocalEngine:
         pool.free(slot)
         space = _space(revision(self._folder), self._config, self._compute_dtype, self._device)
         self._info = dataclasses.replace(self._info, space=space)
-        self._model, self._pool = model, pool
-
-    def _prefill(self, requests: list[SlotRequest], chunks: Sequence[Chunk]) -> int:
-        model, pool = self._loaded()
-        started_ns = time.perf_counter_ns()
-        runs = [
-            (request.slot, request.num_tokens, chunk.tokens.tolist())
-            for request, chunk in zip(requests, chunks, strict=True)
-        ]
-        images = {request.slot: request.images for request in requests if request.images}
-        hidden = model.forward(Batch.last_rows(runs, images), pool)
-        for request, chunk, row in zip(requests, chunks, hidden, strict=True):
-            request.advance(request.num_tokens + len(chunk.tokens))
-            request.hidden = row.clone()
-        if hidden.is_cuda:
-            torch.cuda.synchronize()  # until then nothing but the launching has been timed
-        return time.perf_counter_ns() - started_ns
-
-    def _decode(self, requests: list[SlotRequest]) -> list[list[int]]:
-        """Feed the last token of those that have sampled one, and what is drafted behind it; sample what follows."""
-        model, pool = self._loaded()
-        fed = [request for request in requests if request.last != NONE]
-        fresh = [request for request in requests if request.last == NONE]
-        drafts = self._draft(fed)
-        runs = [
-            (request.slot, request.num_tokens, [request.last, *drafted])
-            for request, drafted in zip(fed, drafts, strict=True)
-        ]
-        rows = [model.forward(Batch.all_rows(runs), pool)] if runs else []
-        # Of the others the last prompt row is at hand, as if that token were fed now.
-        rows += [request.hidden[None] for request in fresh if request.hidden is not None]
-        starts = [request.num_tokens for request in fed] + [request.num_tokens - 1 for request in fresh]
-        ordered = [*fed, *fresh]
-        drafts += [[] for _ in fresh]
-        logits = model.logits(torch.cat(rows))
-        is_sound = ~logits.isnan().any(1)
-        if not bool(is_sound.all()):
-            logits = logits.masked_fill(~is_sound.unsqueeze(1), 0.0)  # of requests that end here
-        found = verify(logits, drafts, starts, [request.sampling for request in ordered])
-        new: dict[int, list[int]] = {}
-        sound = torch.split(is_sound, [1 + len(drafted) for drafted in drafts])
-        for request, start, tokens, each in zip(ordered, starts, found, sound, strict=True):
-            if not bool(each.all()):
-                new[request.slot] = []
-                continue
-            request.num_tokens = start + len(tokens)
-            pool.truncate(request.slot, request.num_tokens)
-            request.last, request.hidden = tokens[-1], None
-            new[request.slot] = tokens
-        return [new[request.slot] for request in requests]
-
-    def _draft(self, requests: list[SlotRequest]) -> list[list[int]]:
-        """What may follow the last token of each: the whole block of proposals, as far as there is room for it."""
-        model, pool = self._loaded()
-        room = [max(0, request.num_reserved - request.num_tokens - 1) for request in requests]
-        if model.drafter is None or not self._drafts or not any(room):
-            return [[] for _ in requests]
-        runs = [(request.slot, request.last) for request in requests]
-        tokens = model.drafter.draft(runs, [request.sampling for request in requests], pool).tokens.tolist()
-        return [drafted[:most] for drafted, most in zip(tokens, room, strict=True)]
+        lockstep = Lockstep(group, model)
+        self._steps = Stepping(model, pool, lockstep, self._drafts)
+        self._member = None if group is None else LocalMember(group, lockstep, self._thread)
 
 
 def _model_name(folder: Path) -> str:

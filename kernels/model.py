@@ -17,7 +17,9 @@ from kernels.checkpoint import Checkpoint, CheckpointError
 from kernels.config import ModelConfig
 from kernels.draft import Drafter
 from kernels.engram import Engram
+from kernels.group import Group
 from kernels.layout import Layout, check
+from kernels.moe import MoE
 from kernels.ops.engram import hash_tables
 from kernels.ops.linear import by_columns, linear
 from kernels.ops.mix import collapse, mean_stream
@@ -38,7 +40,12 @@ class Model:
     """
 
     def __init__(
-        self, config: ModelConfig, checkpoint: Checkpoint, token_map: TokenMap | None, compute_dtype: ComputeDtype
+        self,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        token_map: TokenMap | None,
+        compute_dtype: ComputeDtype,
+        group: Group | None = None,
     ) -> None:
         self.config = config
         self.round = to_bf16 if compute_dtype == "bf16" else keep
@@ -52,11 +59,12 @@ class Model:
         self.norm = checkpoint.tensor("norm.weight", c.hidden_size)
         self.head = by_columns(checkpoint.tensor("head.weight", c.vocab_size, c.hidden_size))
         self.blocks = [
-            Block(c, role, checkpoint, self.round, Attention(c, role, checkpoint, self.round)) for role in c.layers
+            Block(c, role, checkpoint, self.round, Attention(c, role, checkpoint, self.round), group)
+            for role in c.layers
         ]
         # A checkpoint may come without its draft stages, whatever its configuration says.
         drafts = c.num_nextn_predict_layers > 0 and "mtp.0.main_norm.weight" in checkpoint
-        self.drafter = Drafter(c, checkpoint, self.embed, self.head, self.round) if drafts else None
+        self.drafter = Drafter(c, checkpoint, self.embed, self.head, self.round, group) if drafts else None
         tables = hash_tables(
             c.engram_layer_ids,
             c.engram_max_ngram_size,
@@ -144,10 +152,23 @@ class Model:
             if decoder is not None and block.role.layer == self.config.first_decoder_layer:
                 rows = step.narrow(decoder)
                 if not decoder:
+                    self.serve(block.role.layer)
                     break
                 streams, pre, projected = streams[rows], pre[rows], [part[rows] for part in projected]
             streams, pre = block.forward(streams, projected, step)
         return streams, pre
+
+    @property
+    def moes(self) -> list[MoE]:
+        """Of the layers, then of the draft stages."""
+        stages = [] if self.drafter is None else self.drafter.stages
+        return [block.moe for block in (*self.blocks, *stages)]
+
+    @torch.inference_mode()
+    def serve(self, first: int = 0) -> None:
+        """Take part in a `forward` of other ranks, from layer `first` on. Without a group there is nothing to do."""
+        for block in self.blocks[first:]:
+            block.moe.experts.serve()
 
     def _wanted(self, rows: torch.Tensor, streams: torch.Tensor, pre: torch.Tensor, step: Step) -> torch.Tensor:
         """Hidden state of some batch rows, NaN for those that did not go through the decoder."""
@@ -176,10 +197,13 @@ class Model:
         return torch.where(sources >= 0, ids, -1)
 
 
-def load_model(folder: str | Path, *, compute_dtype: ComputeDtype = "fp32", device: str = "cpu") -> Model:
+def load_model(
+    folder: str | Path, *, compute_dtype: ComputeDtype = "fp32", device: str = "cpu", group: Group | None = None
+) -> Model:
     """Load a checkpoint folder in the official layout, after holding all its headers against its configuration.
 
     device: "cpu" or a CUDA device, where weights stay quantised as they are stored; Engram's tables stay on the host.
+    group: its ranks share the experts, and make the same passes at the same time, `serve` where they have no rows.
 
     Raises ConfigError (a ValueError) for config.json and CheckpointError (a ValueError) for everything else.
     """
@@ -187,4 +211,4 @@ def load_model(folder: str | Path, *, compute_dtype: ComputeDtype = "fp32", devi
     token_map = load_token_map(folder, config) if config.engram_layer_ids else None
     checkpoint = Checkpoint(folder, torch.device(device))
     checkpoint.verify(config)
-    return Model(config, checkpoint, token_map, compute_dtype)
+    return Model(config, checkpoint, token_map, compute_dtype, group)

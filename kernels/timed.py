@@ -19,6 +19,7 @@ from kernels.engine import (
     Chunk,
     EngineInfo,
     ImageRows,
+    Member,
     Prefix,
     Sampling,
     StateError,
@@ -108,6 +109,10 @@ class TimedEngine:
     @property
     def info(self) -> EngineInfo:
         return self._info
+
+    @property
+    def group(self) -> Member | None:
+        return None
 
     async def start(self) -> None:
         pass

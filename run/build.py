@@ -6,8 +6,9 @@ from bus.actor import Actor
 from bus.bulk import Bulk
 from bus.bus import Bus
 from bus.files import Files, PosixFiles
+from bus.ranks import GroupOf
 from kernels.engine import Engine
-from run.cluster import SEEING, Member, ProcessSpec, without_vision
+from run.cluster import SEEING, STEP_TIMEOUT_S, Member, ProcessSpec, without_vision
 from run.settings import Settings, SettingsError
 from run.store import need_folder
 from schemas.message import Role
@@ -50,6 +51,10 @@ def build(member: Member, bus: Bus, bulk: Bulk, spec: ProcessSpec, settings: Set
             from actors.balancers.actor import VisionBalancer
 
             return VisionBalancer(member.id, bus)
+        case Role.EXPERT_BALANCER:
+            from actors.balancers.actor import ExpertBalancer
+
+            return ExpertBalancer(member.id, bus)
         case Role.VISION:
             from actors.vision.actor import Vision
             from kernels.config import ModelConfig
@@ -62,13 +67,12 @@ def build(member: Member, bus: Bus, bulk: Bulk, spec: ProcessSpec, settings: Set
         case Role.PREFILL:
             from actors.prefill.actor import Prefill
 
-            return Prefill(
-                member.id, bus, bulk, _engine(spec, settings), _files(settings), settings.snapshot_bytes
-            )
+            engine, group = _engine(spec, settings), _group(spec)
+            return Prefill(member.id, bus, bulk, engine, _files(settings), settings.snapshot_bytes, group)
         case Role.DECODE:
             from actors.decode.actor import Decode
 
-            return Decode(member.id, bus, bulk, _engine(spec, settings), settings.snapshot_bytes)
+            return Decode(member.id, bus, bulk, _engine(spec, settings), settings.snapshot_bytes, _group(spec))
         case Role.METADATA:
             from actors.metadata.actor import Metadata
 
@@ -104,12 +108,22 @@ def serving(specs: tuple[ProcessSpec, ...], settings: Settings) -> tuple[Process
 def _engine(spec: ProcessSpec, settings: Settings) -> Engine:
     from kernels.local import LocalEngine
 
+    group = None
+    if (place := spec.group) is not None:
+        from kernels.group import GroupSpec
+
+        group = GroupSpec(place.rank, len(place.ids), place.address, STEP_TIMEOUT_S, place.num_redundant)
     return LocalEngine(
         settings.model,
         num_slots=spec.num_slots,
         max_step_tokens=MAX_STEP_TOKENS,
         num_threads=spec.num_threads,
+        group=group,
     )
+
+
+def _group(spec: ProcessSpec) -> GroupOf | None:
+    return None if spec.group is None else GroupOf(spec.group.name, spec.group.ids)
 
 
 def _files(settings: Settings) -> Files:

@@ -22,6 +22,7 @@ app.command("run.evaluate.command:app", name="eval", help="What a model can do, 
 app.command("run.simulate.command:simulate", name="simulate", help="Compare policies of balancing on a workload.")
 bench.command("run.bench.bus:bench_bus", name="bus", help="What the bus costs, beside raw nats-py.")
 bench.command("run.bench.engine:bench_engine", name="engine", help="Tokens per second of the engine, and their cost.")
+bench.command("run.bench.ep:bench_ep", name="ep", help="Decoding with the experts spread over 1, 2 and 4 processes.")
 bench.command("run.bench.cost:bench_cost", name="cost", help="How well the time of prefill is foretold.")
 bench.command("run.bench.turns:bench_turns", name="turns", help="What the second turn of a conversation costs.")
 bench.command("run.bench.frontend:bench_frontend", name="frontend", help="Events per second through the front end.")
@@ -60,7 +61,15 @@ def up(*, cluster: Path | None = None, ready_file: Path | None = None, http_port
 
 
 @app.command
-def node(*actors: str, name: str = "", threads: int | None = None, slots: int | None = None) -> None:
+def node(
+    *actors: str,
+    name: str = "",
+    threads: int | None = None,
+    slots: int | None = None,
+    ranks: str = "",
+    meet: str = "",
+    redundant: int = 0,
+) -> None:
     """Run some actors in this process, on the broker at SHOAL_NATS_URL; SIGTERM stops it.
 
     Parameters
@@ -74,14 +83,22 @@ def node(*actors: str, name: str = "", threads: int | None = None, slots: int | 
         Cores its engines may use; all by default.
     slots
         Requests each of its engines holds at once.
+    ranks
+        The ids of all ranks of its expert-parallel group, in order, with commas between; the one actor's id is among
+        them.
+    meet
+        Where the first of these ranks listens for the others, as HOST:PORT.
+    redundant
+        Of how many experts there are two copies at least in each layer of the group.
     """
     from run.build import serving
-    from run.cluster import DEFAULT_SLOTS, ProcessSpec, num_cores, parse_actors
+    from run.cluster import DEFAULT_SLOTS, GroupPlace, ProcessSpec, num_cores, parse_actors
     from run.node import run_node
     from run.settings import Settings
 
     members, settings = parse_actors(actors), Settings.from_environment()
-    spec = ProcessSpec(name or members[0].role.value, members, threads or num_cores(), slots or DEFAULT_SLOTS)
+    name, group = name or members[0].role.value, GroupPlace.parse(members, ranks, meet, redundant)
+    spec = ProcessSpec(name, members, threads or num_cores(), slots or DEFAULT_SLOTS, group)
     served = serving((spec,), settings)
     if not served:
         print(f"shoal: {settings.model} has no vision tower: nothing to do for {', '.join(actors)}", file=sys.stderr)

@@ -6,6 +6,7 @@ import os
 import re
 import socket
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,12 +17,17 @@ DEFAULT_CLUSTER = Path(__file__).parent / "clusters" / "laptop.toml"
 DEFAULT_SLOTS = 64
 COMPUTING = frozenset({Role.VISION, Role.PREFILL, Role.DECODE})
 SEEING = frozenset({Role.VISION, Role.VISION_BALANCER})
-OPTIONAL = SEEING | {Role.METADATA, Role.KVSTORE, Role.WRITER, Role.QUOTA}
-"""Without them there are no images, no cached prefixes, no limits of tenants."""
+OPTIONAL = SEEING | {Role.METADATA, Role.KVSTORE, Role.WRITER, Role.QUOTA, Role.EXPERT_BALANCER}
+"""Without them there are no images, no cached prefixes, no limits of tenants, and experts stay where they are."""
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _NOT_IDS = frozenset({"any", "all"})  # destinations of their own on the bus
-_KEYS = {"name": str, "actors": list, "threads": int, "slots": int}
+_KEYS = {"name": str, "actors": list, "threads": int, "slots": int, "ep": int, "redundant": int}
+GROUPED = frozenset({Role.PREFILL, Role.DECODE})
+"""Who can be in an expert-parallel group."""
+
+STEP_TIMEOUT_S = 15.0
+"""For how long the ranks of a group wait for one that does not answer."""
 
 
 class ClusterError(ValueError):
@@ -49,13 +55,49 @@ class Member(NamedTuple):
 
 
 @dataclass(frozen=True)
+class GroupPlace:
+    """A process's place in an expert-parallel group: its `rank` among the actors `ids`, and where rank 0 listens for
+    the others, host:port; at least `num_redundant` experts of each layer have a second copy."""
+
+    ids: tuple[str, ...]
+    rank: int
+    address: str = ""
+    num_redundant: int = 0
+
+    @property
+    def name(self) -> str:
+        """What the group is called: by its first rank."""
+        return self.ids[0]
+
+    @classmethod
+    def parse(cls, members: Sequence[Member], ranks: str, meet: str, redundant: int) -> GroupPlace | None:
+        """As given on a command line; None without ranks. Raises ClusterError."""
+        if not ranks:
+            return None
+        ids, (host, _, port) = tuple(ranks.split(",")), meet.rpartition(":")
+        if len(members) != 1 or members[0].role not in GROUPED or members[0].id not in ids:
+            raise ClusterError(f"--ranks {ranks}: give one prefill or decode actor, whose id is among them")
+        if len(ids) < 2 or len(set(ids)) != len(ids) or not all(map(_NAME.fullmatch, ids)):
+            raise ClusterError(f"--ranks {ranks}: give two or more ids, with commas between and each once")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ClusterError(f"--meet {meet}: give HOST:PORT, where {members[0].role}/{ids[0]} listens")
+        if redundant < 0:
+            raise ClusterError(f"--redundant {redundant}: give 0 or more")
+        return cls(ids, ids.index(members[0].id), meet, redundant)
+
+
+@dataclass(frozen=True)
 class ProcessSpec:
-    """One OS process of a cluster. `num_threads` is what its engines may use, `num_slots` what each holds."""
+    """One OS process of a cluster. `num_threads` is what its engines may use, `num_slots` what each holds.
+
+    In a `group` it has one actor, a rank.
+    """
 
     name: str
     members: tuple[Member, ...]
     num_threads: int
     num_slots: int = DEFAULT_SLOTS
+    group: GroupPlace | None = None
 
 
 def num_cores() -> int:
@@ -79,9 +121,17 @@ def read_cluster(path: Path) -> tuple[ProcessSpec, ...]:
         raise ClusterError(f"{path}: no [[process]]; write one for each process, with its name and actors")
     for number, table in enumerate(tables, 1):
         _check_types(f"{path}: process {number}", table)
-    num_computing = sum(any(str(a).partition("/")[0] in COMPUTING for a in table["actors"]) for table in tables)
+    num_computing = sum(
+        max(table.get("ep", 1), 1)
+        for table in tables
+        if any(str(actor).partition("/")[0] in COMPUTING for actor in table["actors"])
+    )
     share = max(1, num_cores() // max(1, num_computing))
-    specs = tuple(_process(f"{path}: process {number}", table, share) for number, table in enumerate(tables, 1))
+    specs = tuple(
+        spec
+        for number, table in enumerate(tables, 1)
+        for spec in _processes(f"{path}: process {number}", table, share)
+    )
     _check_cluster(path, specs)
     return specs
 
@@ -97,13 +147,35 @@ def _check_types(where: str, table: Any) -> None:
             raise ClusterError(f"{where}: {key} is missing or empty; add it")
 
 
+def _processes(where: str, table: dict[str, Any], share: int) -> tuple[ProcessSpec, ...]:
+    """One, or with `ep` one for each rank."""
+    spec, size, redundant = _process(where, table, share), table.get("ep", 1), table.get("redundant", 0)
+    if size == 1:
+        if redundant:
+            raise ClusterError(f"{where} ({spec.name}): redundant experts need a group; set ep to 2 or more")
+        return (spec,)
+    role = spec.members[0].role
+    if len(spec.members) != 1 or role not in GROUPED:
+        raise ClusterError(f"{where} ({spec.name}): with ep, actors must be one prefill or decode actor")
+    ids = tuple(f"{spec.members[0].id}-{rank}" for rank in range(size))
+    return tuple(
+        replace(
+            spec,
+            name=f"{spec.name}-{rank}",
+            members=(Member(role, id),),
+            group=GroupPlace(ids, rank, num_redundant=redundant),
+        )
+        for rank, id in enumerate(ids)
+    )
+
+
 def _process(where: str, table: dict[str, Any], share: int) -> ProcessSpec:
     name = table["name"]
     if not _NAME.fullmatch(name):
         raise ClusterError(f"{where}: name {name!r} may hold letters, digits, - and _ only")
-    for key in ("threads", "slots"):
-        if table.get(key, 1) < 1:
-            raise ClusterError(f"{where} ({name}): {key} must be at least 1, not {table[key]}")
+    for key, least in (("threads", 1), ("slots", 1), ("ep", 1), ("redundant", 0)):
+        if table.get(key, least) < least:
+            raise ClusterError(f"{where} ({name}): {key} must be at least {least}, not {table[key]}")
     members = []
     for text in table["actors"]:
         if not isinstance(text, str):

@@ -14,6 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 
 import msgspec
@@ -76,7 +77,7 @@ class Stack:
     async def run(self) -> int:
         """Run until SIGINT or SIGTERM; the exit status. A second signal kills everything at once."""
         started_s = time.monotonic()
-        children = [*self._broker_children(), Child("watch", self._watch.run), *map(self._node, self._specs)]
+        children = [*self._broker_children(), Child("watch", self._watch.run), *self._nodes()]
         supervisor = Supervisor("shoal", children, intensity=INTENSITY, on_restart=self._on_restart)
         is_ready = asyncio.Event()
         task = asyncio.create_task(supervisor.run(is_ready.set), name="root")
@@ -113,9 +114,24 @@ class Stack:
         )
         return [self._child(program, self._nats_place)]
 
+    def _nodes(self) -> list[Child]:
+        """A child for each process, and one for each group, whose ranks start together: each waits for the others."""
+        children: list[Child] = []
+        for ids, same in groupby(self._specs, lambda spec: spec.group.ids if spec.group else (spec.name,)):
+            nodes = [self._node(spec) for spec in same]
+            if len(nodes) == 1:
+                children += nodes
+                continue
+            name, shutdown_s = f"group {ids[0]}", sum(node.shutdown_s for node in nodes)
+            ranks = Supervisor(name, nodes, intensity=INTENSITY, on_restart=self._on_restart, together=True)
+            children.append(Child(name, ranks.run, shutdown_s=shutdown_s))
+        return children
+
     def _node(self, spec: ProcessSpec) -> Child:
         members = [str(member) for member in spec.members]
         options = {"--name": spec.name, "--threads": spec.num_threads, "--slots": spec.num_slots}
+        if (group := spec.group) is not None:
+            options |= {"--ranks": ",".join(group.ids), "--meet": group.address, "--redundant": group.num_redundant}
         program = Program(
             spec.name,
             [sys.executable, "-m", "run.cli", "node", *members, *(str(x) for pair in options.items() for x in pair)],
@@ -264,6 +280,7 @@ def up(specs: tuple[ProcessSpec, ...], settings: Settings, console: Console, rea
             filename=home.log_path("up"), level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s"
         )
         settings = replace(settings, http_port=_claim_port(settings.http_port))
+        specs = _meeting(specs)
         return asyncio.run(Stack(specs, settings, home, console, ready_file).run())
     finally:
         ready_file.unlink(missing_ok=True)  # what it says is true no longer
@@ -302,6 +319,19 @@ def _check_tenants(settings: Settings, specs: tuple[ProcessSpec, ...], console: 
         raise SettingsError(f"{where} has limits, but no process of the cluster file has a quota actor; add quota/q0")
     if path is not None and path.stat().st_mode & 0o077:
         console.print(f"[yellow]SHOAL_TENANTS: others may read {escape(str(path))}; chmod 600 it[/]", soft_wrap=True)
+
+
+def _meeting(specs: tuple[ProcessSpec, ...]) -> tuple[ProcessSpec, ...]:
+    """The same, with a free port for the ranks of each group to meet at."""
+    addresses: dict[tuple[str, ...], str] = {}
+    found = []
+    for spec in specs:
+        if (group := spec.group) is not None:
+            if group.ids not in addresses:
+                addresses[group.ids] = f"{LOOPBACK}:{_claim_port(0)}"
+            spec = replace(spec, group=replace(group, address=addresses[group.ids]))
+        found.append(spec)
+    return tuple(found)
 
 
 def _claim_port(port: int) -> int:

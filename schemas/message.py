@@ -23,6 +23,7 @@ class Role(StrEnum):
     PREFILL_BALANCER = "prefill-balancer"
     DECODE_BALANCER = "decode-balancer"
     VISION_BALANCER = "vision-balancer"
+    EXPERT_BALANCER = "expert-balancer"
     VISION = "vision"
     PREFILL = "prefill"
     DECODE = "decode"

@@ -44,7 +44,8 @@ class _Exit(NamedTuple):
 
 
 class Supervisor:
-    """Starts children in order, each when the one before it is ready; restarts them by OTP's rules; stops in reverse.
+    """Starts children in order, each when the one before it is ready, or all `together`, when each is ready only once
+    the others are there; restarts them by OTP's rules; stops in reverse.
 
     `run()` lives until it is cancelled. It raises GaveUp when a child fails its first start or ends too often, and
     Stuck when one cannot be stopped; in every case the other children are stopped first. Within a restart only the
@@ -59,8 +60,10 @@ class Supervisor:
         strategy: Strategy = Strategy.ONE_FOR_ONE,
         intensity: Intensity = DEFAULT_INTENSITY,
         on_restart: Callable[[str, BaseException | None], None] | None = None,
+        together: bool = False,
     ) -> None:
         self.name = name
+        self._together = together
         self._children = {child.name: child for child in children}
         if len(self._children) != len(children):
             raise ValueError(f"supervisor {name}: two children have the same name")
@@ -77,9 +80,11 @@ class Supervisor:
         family = Children(restarts, self._strategy, self._intensity)
         exits: asyncio.Queue[_Exit] = asyncio.Queue()
         try:
-            for name in family.names:
-                family.started(name)
-                if not await self._start(name, exits):
+            names = family.names
+            for first in [names] if self._together else [[name] for name in names]:
+                for name in first:
+                    family.started(name)
+                if not all(await asyncio.gather(*(self._start(name, exits) for name in first))):
                     exit = await self._next_exit(exits)
                     raise GaveUp(exit.name, f"did not start: {exit.error!r}") from exit.error
             ready()

@@ -1,4 +1,5 @@
-"""The balancer actors: one shell, the policy injected. They hold nothing that reports cannot rebuild."""
+"""The balancer actors: one shell for requests, the policy injected, one for experts. They hold nothing that reports
+cannot rebuild."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from opentelemetry import trace
 
 from actors.balancers.choice import Choice, Full
 from actors.balancers.decode import RoomiestInTurn
+from actors.balancers.experts import Groups
 from actors.balancers.ledger import Ledger
 from actors.balancers.prefill import ComputeQuota
 from actors.balancers.vision import FewestPatches
@@ -17,7 +19,10 @@ from bus.actor import Actor, Envelope, Handler
 from bus.bus import Bus, BusError, fail
 from bus.subjects import (
     EXITED,
+    EXPERTS,
     LOAD,
+    PLACE_DECODE,
+    PLACE_PREFILL,
     RELEASE_DECODE,
     RELEASE_PREFILL,
     RELEASE_VISION,
@@ -28,6 +33,7 @@ from bus.subjects import (
     Subject,
     report_load,
 )
+from schemas.experts import ExpertsUsed, PlaceExperts
 from schemas.failure import Code, Failure
 from schemas.liveness import ProcessExited
 from schemas.message import Role
@@ -133,3 +139,34 @@ class VisionBalancer(Balancer):
 
     def __init__(self, id: str, bus: Bus) -> None:
         super().__init__(id, bus, FewestPatches())
+
+
+class ExpertBalancer(Actor):
+    """Has hot experts of expert-parallel groups moved, while they step, so that all ranks have equally much to do.
+
+    A plan is told to the ranks again with each of their reports until all have carried it out, or have met anew.
+    """
+
+    role = Role.EXPERT_BALANCER
+
+    def __init__(self, id: str, bus: Bus) -> None:
+        super().__init__(id, bus)
+        self.groups = Groups()
+
+    def handlers(self) -> Mapping[Subject[Any, Any], Handler]:
+        return {}
+
+    def events(self) -> Mapping[Address[Any, Any], Handler]:
+        return {EXPERTS.at(Role.PREFILL): self._on_used, EXPERTS.at(Role.DECODE): self._on_used}
+
+    def load(self) -> LoadReported:
+        return structs.replace(super().load(), detail=self.groups.detail())
+
+    async def _on_used(self, used: ExpertsUsed, envelope: Envelope) -> None:
+        planned = self.groups.report(used)
+        if planned is None:
+            return
+        subject = PLACE_PREFILL if used.role is Role.PREFILL else PLACE_DECODE
+        place = PlaceExperts(generation=used.generation, version=planned.version, places=planned.places)
+        for id in self.groups.ranks(used):
+            await self.bus.tell(subject.at(id), place)

@@ -22,6 +22,7 @@ from bus.bulk import Bulk
 from bus.bus import Bus, BusError
 from bus.courier import Courier
 from bus.keeper import Keeper
+from bus.ranks import GroupOf, Ranks
 from bus.snapshots import POOL_BYTES
 from bus.subjects import CANCEL_DECODE, CLAIM, HAND_OVER, RELEASE_DECODE, RESEND_DECODE, TOKENS, Address, Subject
 from kernels.engine import Admission, Engine, Sampling, StateError
@@ -48,13 +49,19 @@ class Decode(Actor):
     """One task drives the engine: between steps requests arrive and leave, at each step all running ones advance.
 
     What fills up of their blocks is read between steps and stored in the background; the windows at the ends of the
-    last two are kept when a request ends.
+    last two are kept when a request ends. In a `group` it steps with the other ranks, also when it has no requests.
     """
 
     role = Role.DECODE
 
     def __init__(
-        self, id: str, bus: Bus, bulk: Bulk, engine: Engine, snapshot_bytes: int = POOL_BYTES
+        self,
+        id: str,
+        bus: Bus,
+        bulk: Bulk,
+        engine: Engine,
+        snapshot_bytes: int = POOL_BYTES,
+        group: GroupOf | None = None,
     ) -> None:
         super().__init__(id, bus)
         self._bulk = bulk
@@ -69,17 +76,20 @@ class Decode(Actor):
         self._in_engine: set[str] = set()
         self._num_rows = self._num_new = 0  # requests in all steps, and the tokens they got
         self._has_work = asyncio.Event()
+        self._ranks = Ranks(bus, self.role, id, group, self.spawn, self._has_work.set)
         self._has_sent = asyncio.Event()
         self._has_changed = asyncio.Event()
 
     def handlers(self) -> Mapping[Subject[Any, Any], Handler]:
-        return {HAND_OVER: self._on_hand_over, CANCEL_DECODE: self._on_cancel, RESEND_DECODE: self._on_resend}
+        own = {HAND_OVER: self._on_hand_over, CANCEL_DECODE: self._on_cancel, RESEND_DECODE: self._on_resend}
+        return {**own, **self._ranks.handlers()}
 
     def events(self) -> Mapping[Address[Any, Any], Handler]:
         return self.keeper.events()
 
     async def on_start(self) -> None:
         await self._engine.start()
+        self._ranks.start(self._engine.group)
         await self.keeper.start()
         self.spawn(self._step_loop())
         self.spawn(self.report_changes(self._has_changed, REPORT_S))
@@ -221,7 +231,7 @@ class Decode(Actor):
             await self._restore_arrivals()
             running = self.slots.running()
             batch = [g for g in running if not self._outbox.is_backlogged(g.offer.entrypoint)]
-            if batch:
+            if batch or self._ranks.is_called():
                 await self._step(batch)
             elif running:
                 self._has_sent.clear()
@@ -234,7 +244,7 @@ class Decode(Actor):
     async def _step(self, batch: list[Generation]) -> None:
         info = self._engine.info
         try:
-            new = await self._engine.decode([generation.id for generation in batch])
+            new = await self._ranks.step(self._engine.decode([generation.id for generation in batch]))
         except ValueError:
             log.exception("decode %s: a step of %d requests failed", self.id, len(batch))
             self._fail(batch)

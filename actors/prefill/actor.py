@@ -26,6 +26,7 @@ from bus.bus import Bus, BusError, fail
 from bus.files import Files
 from bus.keeper import Keeper
 from bus.offering import Offering
+from bus.ranks import GroupOf, Ranks
 from bus.snapshots import POOL_BYTES
 from bus.subjects import (
     CANCEL_PREFILL,
@@ -61,7 +62,14 @@ class Prefill(Actor):
     role = Role.PREFILL
 
     def __init__(
-        self, id: str, bus: Bus, bulk: Bulk, engine: Engine, files: Files, snapshot_bytes: int = POOL_BYTES
+        self,
+        id: str,
+        bus: Bus,
+        bulk: Bulk,
+        engine: Engine,
+        files: Files,
+        snapshot_bytes: int = POOL_BYTES,
+        group: GroupOf | None = None,
     ) -> None:
         super().__init__(id, bus)
         self._bulk = bulk
@@ -73,20 +81,18 @@ class Prefill(Actor):
         self._leaving: dict[str, tuple[Job, Offering]] = {}
         self._phases = Phases(id)
         self._has_work, self._has_changed = asyncio.Event(), asyncio.Event()
+        self._ranks = Ranks(bus, self.role, id, group, self.spawn, self._has_work.set)
 
     def handlers(self) -> Mapping[Subject[Any, Any], Handler]:
-        return {
-            DISPATCH: self._on_dispatch,
-            CANCEL_PREFILL: self._on_cancel,
-            RESEND_PREFILL: self._on_resend,
-            DESCRIBE: self._on_describe,
-        }
+        own = {DISPATCH: self._on_dispatch, CANCEL_PREFILL: self._on_cancel, RESEND_PREFILL: self._on_resend}
+        return {**own, DESCRIBE: self._on_describe, **self._ranks.handlers()}
 
     def events(self) -> Mapping[Address[Any, Any], Handler]:
         return self.keeper.events()
 
     async def on_start(self) -> None:
         await self._engine.start()
+        self._ranks.start(self._engine.group)
         await measure(self._engine, self.batch.meter)
         await self.keeper.start()
         self.spawn(self._step_loop())
@@ -100,6 +106,7 @@ class Prefill(Actor):
 
     def load(self) -> LoadReported:
         jobs = [*self.batch, *(job for job, _ in self._leaving.values())]
+        detail = self.batch.detail(self.now_s()) | self.loader.detail() | self.keeper.detail()
         return structs.replace(
             super().load(),
             num_running=self.batch.num_running,
@@ -108,12 +115,7 @@ class Prefill(Actor):
             capacity_requests=MAX_QUEUED,
             capacity_tokens=self._engine.info.capacity_tokens,
             reservations=[job.dispatch.reservation for job in jobs],
-            detail={
-                "handing_over": float(len(self._leaving)),
-                **self.batch.detail(self.now_s()),
-                **self.loader.detail(),
-                **self.keeper.detail(),
-            },
+            detail={"handing_over": float(len(self._leaving)), **detail},
         )
 
     # From the entrypoint
@@ -222,7 +224,8 @@ class Prefill(Actor):
         """The only caller of the engine."""
         while True:
             await self._has_work.wait()
-            self._has_work.clear()
+            if not self._ranks.is_called():
+                self._has_work.clear()
             now_ns = self.bus.seams.clock_ns()
             for job in self.batch:
                 if job.is_over(now_ns):
@@ -233,6 +236,8 @@ class Prefill(Actor):
             if step:
                 self._has_work.set()  # there may be more
                 await self._compute(step)
+            elif self._ranks.is_called():
+                await self._ranks.step(self._engine.prefill([]))
 
     async def _admit(self) -> None:
         admitted, hopeless = self.batch.admit(self._engine, len(self._leaving))
@@ -260,7 +265,7 @@ class Prefill(Actor):
 
     async def _compute(self, step: Sequence[tuple[Job, Chunk]]) -> None:
         try:
-            await compute(self._engine, self.batch, step)
+            await self._ranks.step(compute(self._engine, self.batch, step))
         except ValueError:
             log.exception("prefill %s: a step of %d requests failed", self.id, len(step))
             why = f"prefill {self.id} could not compute the request, or one computed with it"

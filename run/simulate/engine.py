@@ -13,7 +13,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kernels.engine import Admission, Chunk, EngineInfo, ImageRows, Prefix, Sampling, Tokens
+from kernels.engine import Admission, Chunk, EngineInfo, ImageRows, Member, Prefix, Sampling, Tokens
 from run.simulate.truth import Piece, Truth
 
 _STATE = struct.Struct("<Q")
@@ -58,6 +58,10 @@ class SimEngine:
     @property
     def info(self) -> EngineInfo:
         return self._info
+
+    @property
+    def group(self) -> Member | None:
+        return None
 
     async def start(self) -> None:
         """There is nothing to load."""

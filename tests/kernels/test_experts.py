@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from kernels.experts import LocalExperts
 from kernels.model import Model
 from kernels.ops.experts import Fp4Weights, Routes, activate, route, run_experts, run_fp4_experts
 from kernels.ops.quant import dequantize_fp4, fp8_qdq
@@ -21,7 +22,9 @@ def test_gate_and_experts_of_a_layer(mini_bf16: Model, layer: int) -> None:
     weights = data["gate_weights"].gather(1, want.indices)
     torch.testing.assert_close(routes.weights.gather(1, got.indices), weights, rtol=0, atol=1e-6)
     only = Routes(torch.zeros(20, 1, dtype=torch.int64), torch.full((20, 1), 0.7))
-    first = run_experts(x, only, moe.up, moe.down, config.swiglu_limit, mini_bf16.round, keep)
+    experts = moe.experts
+    assert isinstance(experts, LocalExperts)
+    first = run_experts(x, only, experts.up, experts.down, config.swiglu_limit, mini_bf16.round, keep)
     want_first = data["expert0_out_w0.7"].float()
     assert (first - want_first).square().mean().sqrt() <= 0.01 * want_first.square().mean().sqrt()
 

@@ -32,8 +32,8 @@ def engine(*, drafts: bool = True) -> LocalEngine:
 
 
 def free_now(local: LocalEngine) -> tuple[int, int]:
-    assert local._pool is not None
-    return local._pool.num_free, local._pool.kv.num_free
+    assert local._steps is not None
+    return local._steps.pool.num_free, local._steps.pool.kv.num_free
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)

@@ -13,6 +13,7 @@ from kernels.block import Block
 from kernels.cache import StatePool
 from kernels.draft import Drafter
 from kernels.engine import Sampling
+from kernels.experts import LocalExperts
 from kernels.layout import Layout
 from kernels.model import Model, load_model
 from kernels.ops.engram import table_rows
@@ -128,13 +129,15 @@ def _experts(report: Report, model: Model, block: Block, golden: Tensors, name: 
     report.close(f"{name} gate weights", routes.weights.gather(1, got.indices), weights, 2e-6)
     shared_out = round_(moe.shared_w2.forward(round_(activate(round_(shared), limit)))[0])
     report.rms(f"{name} shared expert", shared_out, golden["shared_out"], 0.01, 2)
-    up, down = moe.up, moe.down
+    experts = moe.experts
+    assert isinstance(experts, LocalExperts)
+    up, down = experts.up, experts.down
     assert isinstance(up, torch.Tensor) and isinstance(down, torch.Tensor)  # on a CPU
     weight = round_(torch.tensor(0.7))  # as the golden run had it
     only = Routes(torch.zeros(len(x), 1, dtype=torch.int64), weight.expand(len(x), 1))
-    first = run_experts(moe.quantize(x), only, up, down, limit, round_, moe.quantize)
+    first = run_experts(experts.quantize(x), only, up, down, limit, round_, experts.quantize)
     report.rms(f"{name} expert 0", first, golden["expert0_out_w0.7"], 0.01, 2)
-    routed = run_experts(moe.quantize(x), routes, up, down, limit, round_, moe.quantize)
+    routed = run_experts(experts.quantize(x), routes, up, down, limit, round_, experts.quantize)
     report.rms(f"{name} all experts", round_(shared_out + routed), golden["moe_out"], 0.01, 2)
 
 

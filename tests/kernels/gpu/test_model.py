@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from kernels.batch import Batch
 from kernels.cache import StatePool
 from kernels.engine import Sampling
+from kernels.experts import LocalExperts
 from kernels.model import Model, load_model
 from kernels.ops.experts import Fp4Weights
 from kernels.ops.linear import Fp8Weight
@@ -93,8 +94,9 @@ def test_a_quantised_model_replays_decodes_drafts_and_moves(short: Path) -> None
     want = run(load_model(short), torch.device("cpu"))
     with PretendCuda():
         model = load_model(short, device="cuda")
-        moe = model.blocks[0].moe
-        assert isinstance(moe.up, Fp4Weights) and isinstance(model.blocks[0].attention.wo_b.quantized, Fp8Weight)
+        experts = model.blocks[0].moe.experts
+        assert isinstance(experts, LocalExperts) and isinstance(experts.up, Fp4Weights)
+        assert isinstance(model.blocks[0].attention.wo_b.quantized, Fp8Weight)
         got = run(model, CUDA)
     for name, value in want.items():
         torch.testing.assert_close(got[name], value, rtol=0, atol=2e-3, msg=lambda m, name=name: f"{name}: {m}")

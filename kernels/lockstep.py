@@ -1,0 +1,103 @@
+"""The beginning of each step of a group: what its ranks compute in it, and whether they go on with other places."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kernels.experts import LocalExperts, SpreadExperts
+from kernels.group import Group
+from kernels.model import Model
+from kernels.places import Places, check_places
+
+
+class Agreed(NamedTuple):
+    """Which passes some rank has rows for: the others serve in those."""
+
+    drafts: bool
+    rows: bool
+
+
+class Lockstep:
+    """A word of each rank at the beginning of each step. Without a group a rank agrees with itself.
+
+    New places of experts are taken over layer by layer: the weights of a layer are loaded aside (`load_next`, from
+    another thread), and the step at whose beginning every rank has them is the first with them, on all ranks.
+    """
+
+    def __init__(self, group: Group | None, model: Model) -> None:
+        self._group = group
+        self.layers = [moe.experts for moe in model.moes if isinstance(moe.experts, SpreadExperts)]
+        """Those of the backbone, then draft stages; none without a group."""
+        self.num_steps = 0
+        self.is_awake = False
+        """Whether some rank had requests in the last step, and may go on with them in the next one."""
+        self.version = 0
+        """Of the places that all layers have."""
+        self._planned: tuple[int, list[Places]] | None = None
+        self._digest = 0
+        self._loaded: deque[tuple[Places, LocalExperts]] = deque()
+        self._num_loaded = self._num_switched = 0
+
+    def begin(self, *, is_busy: bool, drafts: bool, rows: bool) -> Agreed:
+        """Tell the others, and hear from them, whether there are requests, and rows for which passes.
+
+        Raises GroupError when a rank is gone.
+        """
+        if self._group is None:
+            return Agreed(drafts, rows)
+        said = self._group.agree([is_busy, drafts, rows, self._digest, self._num_loaded])
+        self.num_steps += 1
+        self._switch(said[:, 3:])
+        self.is_awake, any_drafts, any_rows = said[:, :3].any(0).tolist()
+        return Agreed(any_drafts, any_rows)
+
+    @property
+    def num_ahead(self) -> int:
+        """Layers that are loaded, and wait for the other ranks."""
+        return self._num_loaded - self._num_switched
+
+    def rearrange(self, version: int, places: Sequence[Places]) -> None:
+        """Plan other places for each of `layers`, between steps. A version that is not newer changes nothing.
+
+        Raises ValueError for places that do not fit, or while an earlier plan is not carried out.
+        """
+        if version <= self.version:
+            return
+        if self._planned is not None:
+            raise ValueError(f"places of version {self._planned[0]} are not taken over by all ranks yet")
+        if len(places) != len(self.layers):
+            raise ValueError(f"places of {len(places)} layers, there are {len(self.layers)}")
+        for one, layer in zip(places, self.layers, strict=True):
+            if one.shape != layer.places.shape:
+                raise ValueError(f"places of shape {one.shape}, there are {layer.places.shape}")
+            check_places(one, layer.num_experts)
+        self._num_loaded = self._num_switched = 0
+        self._planned = (version, list(places))
+        digest = hashlib.sha256(str(version).encode() + b"".join(one.tobytes() for one in places)).digest()
+        self._digest = int.from_bytes(digest[:7], "big")
+
+    def load_next(self) -> bool:
+        """Load the weights of the next layer of the plan; False when there is none. Safe beside `begin`."""
+        if self._planned is None or self._num_loaded == len(self.layers):
+            return False
+        places = self._planned[1][self._num_loaded]
+        layer = self.layers[self._num_loaded]
+        self._loaded.append((places, layer.load(places)))
+        self._num_loaded += 1  # last: from here on it is switched to
+        return True
+
+    def _switch(self, said: npt.NDArray[np.int64]) -> None:
+        """Take over what all ranks have loaded of the same plan: [ranks, (digest, layers loaded)]."""
+        if self._planned is None or not np.all(said[:, 0] == self._digest):
+            return
+        for layer in self.layers[self._num_switched : int(said[:, 1].min())]:
+            layer.switch(*self._loaded.popleft())
+            self._num_switched += 1
+        if self._num_switched == len(self.layers):
+            self.version, self._planned = self._planned[0], None

@@ -1,0 +1,37 @@
+"""Where the experts of a layer are in a group: as many places on each rank, some experts at several. Free of torch."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Places = npt.NDArray[np.int64]
+"""[ranks, places]: the expert at each place of each rank; every expert at one place or more, never twice on a rank."""
+
+
+def num_redundant(num_experts: int, num_ranks: int, at_least: int) -> int:
+    """The smallest number of copies from `at_least` on with which ranks have equally many (spec serving K4, EPLB).
+
+    Raises ValueError when a rank would need two copies of an expert.
+    """
+    extra = at_least + -(num_experts + at_least) % num_ranks
+    if extra > num_experts * (num_ranks - 1):
+        raise ValueError(
+            f"{num_experts} experts and {at_least} copies do not go to {num_ranks} ranks: a rank would hold one twice"
+        )
+    return extra
+
+
+def first_places(num_experts: int, num_ranks: int, at_least: int) -> Places:
+    """Experts in their order, then as many copies as `num_redundant` says, cut into ranks. Raises ValueError."""
+    total = num_experts + num_redundant(num_experts, num_ranks, at_least)
+    return (np.arange(total, dtype=np.int64) % num_experts).reshape(num_ranks, -1)
+
+
+def check_places(places: Places, num_experts: int) -> None:
+    """Raises ValueError when an expert has no place, or two on one rank."""
+    if not np.array_equal(np.unique(places), np.arange(num_experts)):
+        raise ValueError(f"of {num_experts} experts these are placed: {np.unique(places).tolist()}")
+    for rank, row in enumerate(places.tolist()):
+        if len(set(row)) != len(row):
+            raise ValueError(f"rank {rank} would hold an expert twice: {row}")

@@ -1,0 +1,228 @@
+"""Engines in an expert-parallel group: the tokens of one engine, whatever the places of experts, and ends in time."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import socket
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kernels.engine import Admission, Chunk, GroupError, Sampling
+from kernels.group import GroupSpec
+from kernels.local import LocalEngine
+from kernels.places import Places
+from tests.untrained import untrained
+
+CHUNK = 64
+
+
+def once(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    """On one loop: what is tested is the same on both, and takes its time."""
+
+    @functools.wraps(test)
+    def run() -> None:
+        asyncio.run(test())
+
+    return run
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def group_of(size: int, *, timeout_s: float = 30.0, redundant: int = 0) -> list[LocalEngine]:
+    address = f"127.0.0.1:{free_port()}"
+    specs = [GroupSpec(rank, size, address, timeout_s, redundant) for rank in range(size)]
+    engines = [
+        LocalEngine(untrained(), num_slots=4, max_step_tokens=512, group=spec if size > 1 else None) for spec in specs
+    ]
+    await asyncio.gather(*(engine.start() for engine in engines))
+    return engines
+
+
+async def close(engines: Sequence[LocalEngine]) -> None:
+    await asyncio.gather(*(engine.close() for engine in engines))
+
+
+@dataclass
+class Asked:
+    """A request, and what has come of it."""
+
+    num_prompt: int
+    sampling: Sampling
+    num_new: int
+    new: list[int] = field(default_factory=list)
+
+    @property
+    def key(self) -> str:
+        return f"r{self.num_prompt}"
+
+    @property
+    def prompt(self) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
+        return np.random.default_rng(self.num_prompt).integers(300, 900, self.num_prompt).astype(np.uint32)
+
+
+def questions() -> list[Asked]:
+    greedy, seeded = Sampling(0.0, 1.0, 0), Sampling(1.0, 0.95, 7)
+    return [Asked(7, greedy, 9), Asked(200, seeded, 12), Asked(70, seeded, 5), Asked(150, greedy, 14)]
+
+
+async def serve(engine: LocalEngine, requests: Sequence[Asked]) -> None:
+    """Compute the prompts in chunks, then decode; in a group take part until all ranks are done."""
+
+    def is_called() -> bool:
+        return engine.group is not None and engine.group.is_awake
+
+    for one in requests:
+        num_tokens = one.num_prompt + one.num_new + 8
+        admission = engine.admit(one.key, num_tokens, one.sampling, bounded_prompt=one.num_prompt)
+        assert admission is Admission.OK
+    for start in range(0, 256, CHUNK):  # as many steps on each rank
+        chunks = [one.prompt[start : start + CHUNK] for one in requests]
+        await engine.prefill([Chunk(one.key, c) for one, c in zip(requests, chunks, strict=True) if len(c)])
+    while True:
+        left = [one for one in requests if len(one.new) < one.num_new]
+        for one, new in zip(left, await engine.decode([one.key for one in left]), strict=True):
+            one.new += new
+        if not left and not is_called():
+            break
+
+
+async def answers(size: int, *, num_moves: int = 0) -> list[list[int]]:
+    """Of `questions`, spread over the ranks; meanwhile all experts move so many times."""
+    engines, asked = await group_of(size, redundant=1 if num_moves else 0), questions()
+
+    async def move(engine: LocalEngine) -> None:
+        assert engine.group is not None
+        for version in range(1, num_moves + 1):
+            await engine.group.rearrange(version, shuffled(engine.group.places, version), lambda: None)
+
+    moving = [asyncio.create_task(move(engine)) for engine in engines]
+    try:
+        await asyncio.gather(*(serve(engine, asked[rank::size]) for rank, engine in enumerate(engines)))
+        if num_moves:
+            versions = [engine.group.version for engine in engines if engine.group]
+            assert len(set(versions)) == 1 and versions[0] > 0
+        return [one.new[: one.num_new] for one in asked]
+    finally:
+        for task in moving:
+            task.cancel()
+        await asyncio.gather(*moving, return_exceptions=True)
+        await close(engines)
+
+
+def shuffled(places: Sequence[Places], seed: int) -> list[Places]:
+    """Other experts where each expert is."""
+    rng = np.random.default_rng(seed)
+    return [rng.permutation(1 + int(one.max()))[one] for one in places]
+
+
+@once
+async def test_a_request_gets_the_same_tokens_in_groups_of_one_two_and_four() -> None:
+    alone = await answers(1)
+    assert len({tuple(new) for new in alone}) == len(alone)
+    assert await answers(2, num_moves=9) == alone
+    assert await answers(4) == alone
+
+
+@once
+async def test_each_rank_holds_its_share_of_the_experts() -> None:
+    engines = await group_of(2)
+    try:
+        members = [engine.group for engine in engines]
+        assert all(member is not None for member in members)
+        assert [[places.tolist() for places in member.places][0] for member in members if member] == [
+            [[0, 1, 2, 3], [4, 5, 6, 7]]
+        ] * 2
+        num_bytes = (8 * 8 + 3 * 4) * 3 * 64 * 128 * 4  # experts of layers and stages, matrices, fp32
+        assert [engine.expert_bytes for engine in engines] == [num_bytes // 2] * 2
+    finally:
+        await close(engines)
+
+
+@once
+async def test_places_are_taken_over_only_when_all_ranks_have_the_same_plan() -> None:
+    engines = await group_of(2)
+    first, second = (engine.group for engine in engines)
+    assert first is not None and second is not None
+    old = first.places
+    one, other, double = shuffled(old, 1), shuffled(old, 2), [np.zeros_like(places) for places in old]
+    double[0][:] = [[0, 0, 1, 2], [3, 4, 5, 6]]
+
+    async def step() -> None:
+        await asyncio.gather(*(engine.decode([]) for engine in engines))
+
+    try:
+        with pytest.raises(ValueError, match="of 10 layers, there are 11"):
+            await first.rearrange(1, one[:10], lambda: None)
+        with pytest.raises(ValueError, match="these are placed"):
+            await first.rearrange(1, double, lambda: None)
+        moving = [
+            asyncio.create_task(first.rearrange(1, one, lambda: None)),
+            asyncio.create_task(second.rearrange(1, other, lambda: None)),
+        ]
+        for _ in range(5):
+            await step()
+        assert first.version == second.version == 0 and not any(task.done() for task in moving)
+        assert first.places[0].tolist() == old[0].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        with pytest.raises(ValueError, match="not taken over by all ranks yet"):
+            await first.rearrange(2, one, lambda: None)
+        for task in moving:
+            task.cancel()
+        await asyncio.gather(*moving, return_exceptions=True)
+    finally:
+        await close(engines)
+
+
+@once
+async def test_a_rank_that_is_gone_is_noticed_and_one_that_never_comes_is_too() -> None:
+    engines = await group_of(2, timeout_s=20.0)
+    try:
+        step = asyncio.create_task(engines[0].decode([]))
+        await asyncio.sleep(0.05)
+        assert not step.done()  # it waits for the other
+        await engines[1].close()
+        with pytest.raises(GroupError, match="rank 0 of 2 at .*: an exchange failed"):
+            await step
+        assert engines[0].group is not None and engines[0].group.is_broken
+    finally:
+        await close(engines)
+    spec = GroupSpec(0, 2, f"127.0.0.1:{free_port()}", 0.2)
+    lonely = LocalEngine(untrained(), num_slots=1, max_step_tokens=64, group=spec)
+    with pytest.raises(GroupError, match="no meeting of all ranks"):
+        await lonely.start()
+    await lonely.close()
+
+
+@once
+async def test_a_rank_that_does_not_step_is_waited_for_no_longer_than_was_said() -> None:
+    engines = await group_of(2, timeout_s=0.5)
+    try:
+        with pytest.raises(GroupError, match="Timed out"):
+            await engines[0].decode([])
+    finally:
+        await close(engines)
+
+
+@once
+async def test_what_experts_were_asked_for_is_counted_once() -> None:
+    engines = await group_of(2)
+    try:
+        for engine in engines:
+            assert engine.group is not None
+            engine.group.take_used()  # of the start
+        engines[0].admit("r", 40, Sampling(0.0, 1.0, 0))
+        prompt = np.arange(300, 317, dtype=np.uint32)
+        await asyncio.gather(engines[0].prefill([Chunk("r", prompt)]), engines[1].prefill([]))
+        mine, other = (engine.group.take_used() for engine in engines if engine.group)
+        assert [int(used.sum()) for used in mine[:8]] == [17 * 2] * 8 and not any(used.any() for used in other)
+        assert not any(used.any() for used in engines[0].group.take_used()) if engines[0].group else False
+    finally:
+        await close(engines)
