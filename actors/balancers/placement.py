@@ -133,7 +133,7 @@ def plan(loads: Loads, old: Sequence[Placement], ep_size: int, at_least: int, nu
     any expert may be on any node: each is a group of one. The price: a node has at least the load of the hottest
     expert, however many copies it gets. Where experts or ranks cannot be divided so, placement is global.
 
-    Raises ValueError when loads are negative or not finite, or of other layers or experts; otherwise as `num_redundant`.
+    Raises ValueError when loads are negative, not finite, or of other layers or experts; otherwise as `num_redundant`.
     """
     if loads.ndim != 3 or len(loads) != len(old) or not np.isfinite(loads).all() or (loads < 0).any():
         raise ValueError(f"{len(old)} layers need loads [layers, steps, experts], none negative")

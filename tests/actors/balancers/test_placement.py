@@ -141,6 +141,27 @@ def test_a_swap_improves_on_the_heaviest_first(monkeypatch: pytest.MonkeyPatch) 
     assert waits(pack(loads, np.ones(6, np.int64), 2), loads) == 7
 
 
+def test_among_equals_the_least_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a 10 nothing raises the sum: both 3 are not put on one rank for that."""
+    monkeypatch.setattr(packing, "MAX_SWAPS", 0)
+    assert pack(np.array([[10, 3, 3, 1, 1, 1]]), np.ones(6, np.int64), 3).tolist() == [[0, 5], [1, 3], [2, 4]]
+
+
+def test_a_swap_is_judged_by_what_both_ranks_are_relieved_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks have 18, 0 and 0, 16. A 6 for nothing makes it 12 + 16, a 6 for an 8 makes it 12 + 8."""
+    monkeypatch.setattr(packing, "MAX_SWAPS", 1)
+    loads = np.array([[6, 6, 6, 0, 0, 0], [0, 0, 0, 0, 8, 8]])
+    held = np.array([[1, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 1]], np.bool_)
+    assert waits(pack(loads, np.ones(6, np.int64), 2, held), loads) == 20
+
+
+def test_nothing_moves_for_next_to_nothing() -> None:
+    """10,002 to 9,998: a swap would make it even, for 0.02 %."""
+    held = np.array([[1, 1, 0, 0], [0, 0, 1, 1]], np.bool_)
+    slots = pack(np.array([[5000, 5002, 5000, 4998]]), np.ones(4, np.int64), 2, held)
+    assert slots.tolist() == [[0, 1], [2, 3]]
+
+
 def test_no_room_but_where_it_is_already() -> None:
     """10 on one rank, 3 + 3 + 3 fill the other, a copy of expert 4 joins the 10; the only room for the second is
     beside it. The full rank gives a 3 away for it: 10 + 1 + 3."""
