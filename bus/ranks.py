@@ -1,4 +1,4 @@
-"""A rank among those of its expert-parallel group: it wakes them, is woken by them, and moves experts when told."""
+"""A rank among those of its expert-parallel group: it calls them, is called by them, and moves experts when told."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import numpy.typing as npt
 from bus.actor import Envelope, Handler
 from bus.bus import Bus
 from bus.subjects import (
+    BEGIN_DECODE,
+    BEGIN_PREFILL,
     BROKEN,
     EXPERTS,
     PLACE_DECODE,
@@ -22,19 +24,20 @@ from bus.subjects import (
     STEP_PREFILL,
     Subject,
 )
-from schemas.experts import ExpertsUsed, GroupBroken, PlaceExperts, StepWanted
-from schemas.message import Role
+from schemas.experts import ExpertsUsed, GroupBroken, PlaceExperts, RankStarted, StepWanted
+from schemas.message import Message, Role
 
 log = logging.getLogger("shoal.group")
 T = TypeVar("T")
 
-RING_S = 0.5
+REPEAT_S = 0.5
 """After which a rank that waits for others calls them again: the bus may lose a message."""
 
 REPORT_STEPS = 16
 """Steps in a report of what experts were asked for."""
 
 _STEP = {Role.PREFILL: STEP_PREFILL, Role.DECODE: STEP_DECODE}
+_BEGIN = {Role.PREFILL: BEGIN_PREFILL, Role.DECODE: BEGIN_DECODE}
 _PLACE = {Role.PREFILL: PLACE_PREFILL, Role.DECODE: PLACE_DECODE}
 
 
@@ -43,7 +46,10 @@ class Member(Protocol):
 
     rank: int
     size: int
-    generation: int
+    lives: tuple[int, ...]
+
+    @property
+    def generation(self) -> int: ...
 
     @property
     def num_steps(self) -> int: ...
@@ -62,22 +68,37 @@ class Member(Protocol):
 
     def take_used(self) -> list[npt.NDArray[np.int64]]: ...
 
-    async def rearrange(
-        self, version: int, places: Sequence[npt.NDArray[np.int64]], ask_step: Callable[[], None]
-    ) -> None: ...
+    async def rearrange(self, version: int, places: Sequence[npt.NDArray[np.int64]]) -> None: ...
+
+
+class Engine(Protocol):
+    """What is needed of `kernels.engine.Engine`."""
+
+    @property
+    def group(self) -> Member | None: ...
+
+    async def start(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class GroupOf:
-    """The ids of a group's ranks, in order, all of one role."""
+    """The ids of a group's ranks, in order, all of one role; `life` is that of the engine here (`Member.lives`)."""
 
-    name: str
     ids: tuple[str, ...]
+    life: int
+
+    @property
+    def name(self) -> str:
+        """By its first rank."""
+        return self.ids[0]
+
+
+class GroupLost(Exception):
+    """Another rank is gone. The actor ends, and its supervisor has it meet the others again."""
 
 
 class Ranks:
-    """One actor's view of its group, if it is in one. `spawn` is the actor's; `on_wanted` is called when it should
-    step.
+    """One actor's view of its group, if it is in one. `spawn` is the actor's; `on_called` has it step soon.
 
     While the group is asleep nothing runs: who gets work first calls the others.
     """
@@ -89,44 +110,67 @@ class Ranks:
         id: str,
         group: GroupOf | None,
         spawn: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]],
-        on_wanted: Callable[[], None],
+        on_called: Callable[[], None],
     ) -> None:
         self._bus, self._role, self._id = bus, role, id
-        self._group = group or GroupOf("", ())
-        self._spawn, self._on_wanted = spawn, on_wanted
+        self._group = group
+        self._spawn, self._on_called = spawn, on_called
         self._member: Member | None = None
-        self._num_wanted = 0
+        self._num_called = self._num_begun = 0  # steps that others wait for, and that were begun here
+        self._is_lost = False
+        self._version = 0
         self._placing: asyncio.Task[Any] | None = None
 
     def handlers(self) -> Mapping[Subject[Any, Any], Handler]:
         """To be among the actor's."""
-        if not self._group.ids:
+        if self._group is None:
             return {}
-        return {_STEP[self._role]: self._on_step_wanted, _PLACE[self._role]: self._on_place}
+        return {
+            _STEP[self._role]: self._on_step_wanted,
+            _BEGIN[self._role]: self._on_rank_started,
+            _PLACE[self._role]: self._on_place,
+        }
 
-    def start(self, member: Member | None) -> None:
-        """The engine has started, and met its group."""
-        self._member = member
+    async def start(self, engine: Engine) -> None:
+        """Start the engine, which meets the others: they are told meanwhile, as they may still count on the last one.
+
+        Raises what the engine raises.
+        """
+        if self._group is None:
+            await engine.start()
+            return
+        telling = self._spawn(self._repeat(_BEGIN[self._role], RankStarted(id=self._id, life=self._group.life)))
+        try:
+            await engine.start()
+        finally:
+            telling.cancel()
+        self._member = engine.group
 
     def is_called(self) -> bool:
-        """Whether other ranks need a step of this one."""
+        """Whether a step is to be done here even without work, as other ranks need it."""
         member = self._member
-        return member is not None and (member.is_awake or member.num_steps < self._num_wanted)
+        if member is None:
+            return False
+        return member.is_awake or member.num_steps < max(self._num_called, self._num_begun)
 
     async def step(self, work: Awaitable[T]) -> T:
-        """The result of a step of the engine, which waits for the others: those who are asleep are called.
+        """The result of a step of the engine, which waits for the others: if they are asleep they are called.
 
-        When the step fails because one of them is gone, everybody is told before the error goes on.
+        When it fails because one of them is gone, everybody is told before the error goes on.
         """
         member = self._member
         if member is None:
             return await work
-        calling = None if member.is_awake else self._spawn(self._call(member))
+        calling = None
+        if not member.is_awake and member.num_steps >= self._num_called:
+            wanted = StepWanted(generation=member.generation, num_steps=member.num_steps)
+            calling = self._spawn(self._repeat(_STEP[self._role], wanted))
+        self._num_begun = member.num_steps + 1  # they come: it is done even if the work turns out to be none
         try:
             result = await work
         except RuntimeError as error:
             if member.is_broken:
-                await self._broken(str(error))
+                await self._tell_lost(str(error))
             raise
         finally:
             if calling is not None:
@@ -135,21 +179,28 @@ class Ranks:
             await self._report(member)
         return result
 
-    async def _broken(self, reason: str) -> None:
-        log.error("%s %s: group %s: %s", self._role, self._id, self._group.name, reason)
-        event = GroupBroken(role=self._role, id=self._id, group=self._group.name, reason=reason)
-        await self._bus.tell(BROKEN.at(self._role), event)
-
-    async def _call(self, member: Member) -> None:
-        wanted = StepWanted(generation=member.generation, num_steps=member.num_steps)
+    async def _repeat(self, subject: Subject[Any, None], message: Message) -> None:
+        """Tell the others again and again, until cancelled."""
+        assert self._group is not None
         while True:
             for id in self._group.ids:
                 if id != self._id:
-                    await self._bus.tell(_STEP[self._role].at(id), wanted)
-            await asyncio.sleep(RING_S)
+                    await self._bus.tell(subject.at(id), message)
+            await asyncio.sleep(REPEAT_S)
+
+    async def _tell_lost(self, reason: str) -> None:
+        """Once: the group is of no use any more."""
+        assert self._group is not None
+        if self._is_lost:
+            return
+        self._is_lost = True
+        log.error("%s %s: group %s: %s", self._role, self._id, self._group.name, reason)
+        ranks = list(self._group.ids)
+        event = GroupBroken(role=self._role, id=self._id, group=self._group.name, ranks=ranks, reason=reason)
+        await self._bus.tell(BROKEN.at(self._role), event)
 
     async def _report(self, member: Member) -> None:
-        used = [counts.astype("<u4").tobytes() for counts in member.take_used()]
+        assert self._group is not None
         report = ExpertsUsed(
             role=self._role,
             id=self._id,
@@ -159,31 +210,41 @@ class Ranks:
             generation=member.generation,
             num_steps=member.num_steps,
             version=member.version,
-            used=used,
+            used=[counts.astype("<u4").tobytes() for counts in member.take_used()],
             places=[places.astype("<u2").tobytes() for places in member.places],
         )
         await self._bus.tell(EXPERTS.at(self._role), report)
 
     async def _on_step_wanted(self, wanted: StepWanted, envelope: Envelope) -> None:
-        if self._member is not None and wanted.generation == self._member.generation:
-            self._num_wanted = max(self._num_wanted, wanted.num_steps + 1)
-            self._on_wanted()
+        member = self._member
+        if member is not None and wanted.generation == member.generation and wanted.num_steps >= member.num_steps:
+            self._num_called = wanted.num_steps + 1
+            self._on_called()
+
+    async def _on_rank_started(self, started: RankStarted, envelope: Envelope) -> None:
+        """Its earlier life has ended with all it held, and it waits for this one to end as well."""
+        assert self._group is not None
+        if self._member is None or started.id not in self._group.ids:
+            return
+        if started.life > self._member.lives[self._group.ids.index(started.id)]:
+            reason = f"{self._role} {started.id} has ended, and starts anew"
+            await self._tell_lost(reason)
+            raise GroupLost(reason)
 
     async def _on_place(self, place: PlaceExperts, envelope: Envelope) -> None:
-        """Once at a time: who places experts says it again until all ranks have done it."""
+        """One at a time; who places experts says it again until all ranks have done it."""
         member = self._member
-        if member is None or member.generation != place.generation or member.version >= place.version:
+        if member is None or place.generation != member.generation:
             return
-        if self._placing is None or self._placing.done():
-            places = [np.frombuffer(one, "<u2").astype(np.int64).reshape(member.size, -1) for one in place.places]
-            self._placing = self._spawn(self._rearrange(member, place.version, places))
+        if place.version > max(member.version, self._version):
+            self._version = place.version
+            if self._placing is not None:
+                self._placing.cancel()
+            self._placing = self._spawn(self._rearrange(member, place))
 
-    async def _rearrange(self, member: Member, version: int, places: Sequence[npt.NDArray[np.int64]]) -> None:
-        def ask_step() -> None:
-            self._num_wanted = max(self._num_wanted, member.num_steps + 1)
-            self._on_wanted()
-
+    async def _rearrange(self, member: Member, place: PlaceExperts) -> None:
         try:
-            await member.rearrange(version, places, ask_step)
+            places = [np.frombuffer(one, "<u2").astype(np.int64).reshape(member.size, -1) for one in place.places]
+            await member.rearrange(place.version, places)
         except ValueError as error:
             log.error("%s %s: experts stay where they are: %s", self._role, self._id, error)

@@ -32,7 +32,7 @@ from schemas.cache import (
     SpaceDescribed,
     StoreBlocks,
 )
-from schemas.experts import ExpertsUsed, GroupBroken, PlaceExperts, StepWanted
+from schemas.experts import ExpertsUsed, GroupBroken, PlaceExperts, RankStarted, StepWanted
 from schemas.handover import Claim, Claimed, ClaimRefused, Dispatch, Dispatched, HandedOver, HandOver, Refused
 from schemas.liveness import Ping, Pong, ProcessExited
 from schemas.message import Message, Role
@@ -127,6 +127,8 @@ RESEND_DECODE: Subject[Resend, TokensEmitted] = Subject(Role.DECODE, "resend", R
 # Ranks of a group, and where their experts are
 STEP_PREFILL: Subject[StepWanted, None] = Subject(Role.PREFILL, "step", StepWanted)
 STEP_DECODE: Subject[StepWanted, None] = Subject(Role.DECODE, "step", StepWanted)
+BEGIN_PREFILL: Subject[RankStarted, None] = Subject(Role.PREFILL, "begin", RankStarted)
+BEGIN_DECODE: Subject[RankStarted, None] = Subject(Role.DECODE, "begin", RankStarted)
 PLACE_PREFILL: Subject[PlaceExperts, None] = Subject(Role.PREFILL, "place", PlaceExperts)
 PLACE_DECODE: Subject[PlaceExperts, None] = Subject(Role.DECODE, "place", PlaceExperts)
 
@@ -215,7 +217,7 @@ SUBJECTS: tuple[Subject[Any, Any], ...] = (
     *(RESOLVE_IMAGE, ENCODE_IMAGE, RELEASE_IMAGE, CANCEL_VISION),
     *(DISPATCH, CANCEL_PREFILL, RESEND_PREFILL, HAND_OVER, CANCEL_DECODE, RESEND_DECODE),
     *(SHORTENED, DESCRIBE, FIND, KEPT, STORE, DUMP, DROP, ADOPT, MAKE_ROOM, ADMIT, USED),
-    *(STEP_PREFILL, STEP_DECODE, PLACE_PREFILL, PLACE_DECODE),
+    *(STEP_PREFILL, STEP_DECODE, BEGIN_PREFILL, BEGIN_DECODE, PLACE_PREFILL, PLACE_DECODE),
     *(LOAD, EXITED, STORED, DROPPED, TOUCHED, FAILED, EXPERTS, BROKEN),
 )
 """All of the above, for tests."""

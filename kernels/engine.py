@@ -22,7 +22,7 @@ What is computed of a prompt can be kept, by blocks of 128 tokens, and spares an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -120,8 +120,13 @@ class Member(Protocol):
 
     rank: int
     size: int
-    generation: int
-    """The same on all ranks that have met, and another one each time."""
+    lives: tuple[int, ...]
+    """Of each rank, a number that grows with each of its starts."""
+
+    @property
+    def generation(self) -> int:
+        """The same on all ranks that have met, and another one each time."""
+        ...
 
     @property
     def num_steps(self) -> int:
@@ -152,12 +157,12 @@ class Member(Protocol):
         """How many rows of this rank went to each expert since this was last asked, for each layer. Between steps."""
         ...
 
-    async def rearrange(self, version: int, places: Sequence[Places], ask_step: Callable[[], None]) -> None:
-        """Go on with other places, each layer at a step that the ranks agree on; returns when all weights are loaded.
+    async def rearrange(self, version: int, places: Sequence[Places]) -> None:
+        """Go on with other places, each layer at a step that the ranks agree on; returns when all have them.
 
-        All ranks are to be told the same. Steps go on meanwhile; `ask_step` is called when one is needed to go on. A
-        version that is not newer changes nothing. Raises ValueError for places that do not fit, or while an earlier
-        plan is not carried out yet.
+        All ranks are to be told the same. Weights are loaded beside steps, and taken over by those that come: without
+        any it waits. A version that is not newer changes nothing; a newer one replaces what is not carried out yet.
+        Raises ValueError for places that do not fit.
         """
         ...
 

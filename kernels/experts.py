@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from kernels.checkpoint import Checkpoint
-from kernels.config import LayerRole, ModelConfig
+from kernels.config import ConfigError, LayerRole, ModelConfig
 from kernels.group import Group
 from kernels.ops.experts import Fp4Weights, Routes, run_experts, run_fp4_experts
 from kernels.ops.linear import by_columns
@@ -45,14 +45,17 @@ class Experts(Protocol):
 def load_experts(
     config: ModelConfig, role: LayerRole, checkpoint: Checkpoint, rounding: Rounding, group: Group | None
 ) -> LocalExperts | SpreadExperts:
-    """All experts of a layer, or this rank's share of them."""
+    """All experts of a layer, or this rank's share of them. Raises ConfigError when they cannot be shared so."""
 
     def load(experts: Sequence[int]) -> LocalExperts:
         return LocalExperts(config, role, checkpoint, rounding, experts)
 
     if group is None:
         return load(range(role.num_experts))
-    places = first_places(role.num_experts, group.size, group.num_redundant)
+    try:
+        places = first_places(role.num_experts, group.size, group.num_redundant)
+    except ValueError as error:
+        raise ConfigError(f"{role.name}: {error}") from None
     return SpreadExperts(group, load, places, config.hidden_size)
 
 
@@ -180,7 +183,7 @@ class SpreadExperts:
 
     def _answer(self, received: torch.Tensor) -> torch.Tensor:
         """`received` [routes, dim + 2]: rows, the place of each here, and its weight -> [routes, dim]."""
-        x, place, weight = received.split((self._dim, 1, 1), 1)
+        x, place, weight = received[:, : self._dim], received[:, self._dim, None], received[:, self._dim + 1 :]
         if not len(x):
             return x
         return self.local.run(x.contiguous(), Routes(place.to(torch.int64), weight.contiguous()))

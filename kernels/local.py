@@ -203,8 +203,10 @@ class LocalEngine:
         steps, is_broken = self._loaded(), False
         try:
             return await self._thread.run(lambda: work(steps))
-        except GroupError:
-            is_broken = True
+        except Exception as error:
+            is_broken = self._member is not None
+            if is_broken and not isinstance(error, GroupError):  # the others go on without us: no step fits any more
+                raise GroupError(f"a step of the group failed here: {error!r}") from error
             raise
         finally:
             if self._member is not None:

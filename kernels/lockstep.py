@@ -16,6 +16,17 @@ from kernels.model import Model
 from kernels.places import Places, check_places
 
 
+class _Plan:
+    """Other places for each layer, and how far they are taken over."""
+
+    def __init__(self, version: int, places: Sequence[Places]) -> None:
+        self.version, self.places = version, list(places)
+        digest = hashlib.sha256(str(version).encode() + b"".join(one.tobytes() for one in places)).digest()
+        self.digest = int.from_bytes(digest[:7], "big")
+        self.loaded: deque[LocalExperts] = deque()
+        self.num_loaded = self.num_switched = 0
+
+
 class Agreed(NamedTuple):
     """Which passes some rank has rows for: the others serve in those."""
 
@@ -39,10 +50,7 @@ class Lockstep:
         """Whether some rank had requests in the last step, and may go on with them in the next one."""
         self.version = 0
         """Of the places that all layers have."""
-        self._planned: tuple[int, list[Places]] | None = None
-        self._digest = 0
-        self._loaded: deque[tuple[Places, LocalExperts]] = deque()
-        self._num_loaded = self._num_switched = 0
+        self._plan: _Plan | None = None
 
     def begin(self, *, is_busy: bool, drafts: bool, rows: bool) -> Agreed:
         """Tell the others, and hear from them, whether there are requests, and rows for which passes.
@@ -51,53 +59,50 @@ class Lockstep:
         """
         if self._group is None:
             return Agreed(drafts, rows)
-        said = self._group.agree([is_busy, drafts, rows, self._digest, self._num_loaded])
+        plan = self._plan
+        said = self._group.agree([is_busy, drafts, rows, *((plan.digest, plan.num_loaded) if plan else (0, 0))])
         self.num_steps += 1
         self._switch(said[:, 3:])
-        self.is_awake, any_drafts, any_rows = said[:, :3].any(0).tolist()
+        self.is_awake, any_drafts, any_rows = (bool(column.any()) for column in said[:, :3].T)
         return Agreed(any_drafts, any_rows)
 
     @property
     def num_ahead(self) -> int:
         """Layers that are loaded, and wait for the other ranks."""
-        return self._num_loaded - self._num_switched
+        plan = self._plan
+        return plan.num_loaded - plan.num_switched if plan else 0
 
     def rearrange(self, version: int, places: Sequence[Places]) -> None:
-        """Plan other places for each of `layers`, between steps. A version that is not newer changes nothing.
+        """Plan other places for each of `layers`, between steps, in place of an earlier plan that is not carried out.
 
-        Raises ValueError for places that do not fit, or while an earlier plan is not carried out.
+        A version that is not newer than both changes nothing. Raises ValueError for places that do not fit.
         """
-        if version <= self.version:
+        if version <= max(self.version, self._plan.version if self._plan else 0):
             return
-        if self._planned is not None:
-            raise ValueError(f"places of version {self._planned[0]} are not taken over by all ranks yet")
         if len(places) != len(self.layers):
             raise ValueError(f"places of {len(places)} layers, there are {len(self.layers)}")
         for one, layer in zip(places, self.layers, strict=True):
             if one.shape != layer.places.shape:
                 raise ValueError(f"places of shape {one.shape}, there are {layer.places.shape}")
             check_places(one, layer.num_experts)
-        self._num_loaded = self._num_switched = 0
-        self._planned = (version, list(places))
-        digest = hashlib.sha256(str(version).encode() + b"".join(one.tobytes() for one in places)).digest()
-        self._digest = int.from_bytes(digest[:7], "big")
+        self._plan = _Plan(version, places)
 
     def load_next(self) -> bool:
-        """Load the weights of the next layer of the plan; False when there is none. Safe beside `begin`."""
-        if self._planned is None or self._num_loaded == len(self.layers):
+        """Load the weights of the next layer of the plan; False when there is none. Safe beside all others."""
+        plan = self._plan
+        if plan is None or plan.num_loaded == len(self.layers):
             return False
-        places = self._planned[1][self._num_loaded]
-        layer = self.layers[self._num_loaded]
-        self._loaded.append((places, layer.load(places)))
-        self._num_loaded += 1  # last: from here on it is switched to
+        plan.loaded.append(self.layers[plan.num_loaded].load(plan.places[plan.num_loaded]))
+        plan.num_loaded += 1  # last: from here on it is switched to
         return True
 
     def _switch(self, said: npt.NDArray[np.int64]) -> None:
         """Take over what all ranks have loaded of the same plan: [ranks, (digest, layers loaded)]."""
-        if self._planned is None or not np.all(said[:, 0] == self._digest):
+        plan = self._plan
+        if plan is None or not np.all(said[:, 0] == plan.digest):
             return
-        for layer in self.layers[self._num_switched : int(said[:, 1].min())]:
-            layer.switch(*self._loaded.popleft())
-            self._num_switched += 1
-        if self._num_switched == len(self.layers):
-            self.version, self._planned = self._planned[0], None
+        while plan.num_switched < int(said[:, 1].min()):
+            self.layers[plan.num_switched].switch(plan.places[plan.num_switched], plan.loaded.popleft())
+            plan.num_switched += 1
+        if plan.num_switched == len(self.layers):
+            self.version, self._plan = plan.version, None

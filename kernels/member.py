@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -21,12 +21,16 @@ class LocalMember:
     """Of a LocalEngine, whose steps run in `thread`; weights are loaded in a thread of their own, beside steps."""
 
     def __init__(self, group: Group, lockstep: Lockstep, thread: ComputeThread) -> None:
-        self.rank, self.size, self.generation = group.rank, group.size, group.generation
+        self.rank, self.size, self.lives = group.rank, group.size, group.lives
         self._group, self._lockstep, self._thread = group, lockstep, thread
         self.is_broken = False
         self._loading = ComputeThread("experts", 1)
         self._has_stepped = asyncio.Event()
         self._taken = [np.zeros(layer.num_experts, dtype=np.int64) for layer in lockstep.layers]
+
+    @property
+    def generation(self) -> int:
+        return self._group.generation
 
     @property
     def num_steps(self) -> int:
@@ -55,14 +59,13 @@ class LocalMember:
         self._taken = used
         return since
 
-    async def rearrange(self, version: int, places: Sequence[Places], ask_step: Callable[[], None]) -> None:
+    async def rearrange(self, version: int, places: Sequence[Places]) -> None:
         lockstep = self._lockstep
         await self._thread.run(lambda: lockstep.rearrange(version, places))
         while lockstep.version < version:
             if lockstep.num_ahead < _AHEAD and await self._loading.run(lockstep.load_next):
                 continue
             self._has_stepped.clear()
-            ask_step()
             await self._has_stepped.wait()
 
     def stepped(self, *, is_broken: bool) -> None:

@@ -8,7 +8,7 @@ from bus.bus import Bus
 from bus.files import Files, PosixFiles
 from bus.ranks import GroupOf
 from kernels.engine import Engine
-from run.cluster import SEEING, STEP_TIMEOUT_S, Member, ProcessSpec, without_vision
+from run.cluster import SEEING, Member, ProcessSpec, without_vision
 from run.settings import Settings, SettingsError
 from run.store import need_folder
 from schemas.message import Role
@@ -67,12 +67,13 @@ def build(member: Member, bus: Bus, bulk: Bulk, spec: ProcessSpec, settings: Set
         case Role.PREFILL:
             from actors.prefill.actor import Prefill
 
-            engine, group = _engine(spec, settings), _group(spec)
+            engine, group = _engine(spec, settings)
             return Prefill(member.id, bus, bulk, engine, _files(settings), settings.snapshot_bytes, group)
         case Role.DECODE:
             from actors.decode.actor import Decode
 
-            return Decode(member.id, bus, bulk, _engine(spec, settings), settings.snapshot_bytes, _group(spec))
+            engine, group = _engine(spec, settings)
+            return Decode(member.id, bus, bulk, engine, settings.snapshot_bytes, group)
         case Role.METADATA:
             from actors.metadata.actor import Metadata
 
@@ -105,25 +106,22 @@ def serving(specs: tuple[ProcessSpec, ...], settings: Settings) -> tuple[Process
         raise SettingsError(f"SHOAL_MODEL: {error}") from None
 
 
-def _engine(spec: ProcessSpec, settings: Settings) -> Engine:
+def _engine(spec: ProcessSpec, settings: Settings) -> tuple[Engine, GroupOf | None]:
+    """An engine that starts a new life, and with whom."""
+    from kernels.group import GroupSpec
     from kernels.local import LocalEngine
 
-    group = None
+    rank = None
     if (place := spec.group) is not None:
-        from kernels.group import GroupSpec
-
-        group = GroupSpec(place.rank, len(place.ids), place.address, STEP_TIMEOUT_S, place.num_redundant)
-    return LocalEngine(
+        rank = GroupSpec(place.rank, len(place.ids), place.address, settings.step_timeout_s, place.num_redundant)
+    engine = LocalEngine(
         settings.model,
         num_slots=spec.num_slots,
         max_step_tokens=MAX_STEP_TOKENS,
         num_threads=spec.num_threads,
-        group=group,
+        group=rank,
     )
-
-
-def _group(spec: ProcessSpec) -> GroupOf | None:
-    return None if spec.group is None else GroupOf(spec.group.name, spec.group.ids)
+    return engine, None if place is None or rank is None else GroupOf(place.ids, rank.life)
 
 
 def _files(settings: Settings) -> Files:

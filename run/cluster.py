@@ -26,9 +26,6 @@ _KEYS = {"name": str, "actors": list, "threads": int, "slots": int, "ep": int, "
 GROUPED = frozenset({Role.PREFILL, Role.DECODE})
 """Who can be in an expert-parallel group."""
 
-STEP_TIMEOUT_S = 15.0
-"""For how long the ranks of a group wait for one that does not answer."""
-
 
 class ClusterError(ValueError):
     """A cluster file, or an actor's name, that cannot be used. Says where, what is wrong and what to do."""
@@ -64,15 +61,12 @@ class GroupPlace:
     address: str = ""
     num_redundant: int = 0
 
-    @property
-    def name(self) -> str:
-        """What the group is called: by its first rank."""
-        return self.ids[0]
-
     @classmethod
     def parse(cls, members: Sequence[Member], ranks: str, meet: str, redundant: int) -> GroupPlace | None:
         """As given on a command line; None without ranks. Raises ClusterError."""
         if not ranks:
+            if meet or redundant:
+                raise ClusterError("--meet and --redundant are of a group; give its --ranks, too")
             return None
         ids, (host, _, port) = tuple(ranks.split(",")), meet.rpartition(":")
         if len(members) != 1 or members[0].role not in GROUPED or members[0].id not in ids:
@@ -98,6 +92,11 @@ class ProcessSpec:
     num_threads: int
     num_slots: int = DEFAULT_SLOTS
     group: GroupPlace | None = None
+
+    @property
+    def unit(self) -> str:
+        """What it starts and stops with, at once: its group, by the first rank, or else the process alone."""
+        return self.name if self.group is None else f"group {self.members[0].role}/{self.group.ids[0]}"
 
 
 def num_cores() -> int:

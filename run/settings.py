@@ -16,6 +16,7 @@ DEFAULT_STORE_MB = 1024
 SNAPSHOT_SHARE = 64
 """Of the machine's memory, for each replica that keeps windows: a machine of a cluster has one, a laptop two."""
 MB = 1 << 20
+DEFAULT_STEP_TIMEOUT_S = 15.0
 SMALLEST_SLAB_BYTES = 4 * MB
 LARGEST_SLAB_BYTES = 4096 * MB
 NUM_SLABS = 64
@@ -29,12 +30,13 @@ class SettingsError(ValueError):
 @dataclass(frozen=True)
 class Settings:
     """SHOAL_HTTP_PORT (0: any free one), SHOAL_HOST, SHOAL_API_KEYS, SHOAL_TENANTS, SHOAL_NATS_URL, SHOAL_HOME,
-    SHOAL_MODEL, SHOAL_STORE, SHOAL_STORE_MB, SHOAL_SNAPSHOT_MB.
+    SHOAL_MODEL, SHOAL_STORE, SHOAL_STORE_MB, SHOAL_SNAPSHOT_MB, SHOAL_STEP_TIMEOUT_S.
 
     `host` is where this process listens; without keys that is loopback unless SHOAL_HOST says otherwise, as it must
     inside a container. `nats_url` is empty when there is no broker yet. `model` is an existing folder.
     `store` is the folder of cached blocks, which need not exist, and `store_bytes` what its files may take;
-    `snapshot_bytes` is the memory that the kept windows of one prefill or decode replica may take.
+    `snapshot_bytes` is the memory that the kept windows of one prefill or decode replica may take. `step_timeout_s` is
+    for how long a rank of an expert-parallel group waits for another in a step, before it takes it for gone.
     """
 
     http_port: int
@@ -46,6 +48,7 @@ class Settings:
     store: Path
     store_bytes: int
     snapshot_bytes: int
+    step_timeout_s: float = DEFAULT_STEP_TIMEOUT_S
     tenants_path: Path | None = None
 
     def tenants(self) -> Tenants:
@@ -74,6 +77,7 @@ class Settings:
             store=Path(environment.get("SHOAL_STORE", "") or home / "store").absolute(),
             store_bytes=_store_bytes(environment.get("SHOAL_STORE_MB", "")),
             snapshot_bytes=_snapshot_bytes(environment.get("SHOAL_SNAPSHOT_MB", "")),
+            step_timeout_s=_step_timeout_s(environment.get("SHOAL_STEP_TIMEOUT_S", "")),
             tenants_path=Path(tenants).absolute() if (tenants := environment.get("SHOAL_TENANTS", "")) else None,
         )
 
@@ -104,6 +108,14 @@ def _snapshot_bytes(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) <= 12):
         raise SettingsError(f"SHOAL_SNAPSHOT_MB={text}: not a size; set a number of MiB, 0 to keep no windows")
     return int(text) * MB
+
+
+def _step_timeout_s(text: str) -> float:
+    if not text:
+        return DEFAULT_STEP_TIMEOUT_S
+    if not (text.isascii() and text.isdecimal() and len(text) <= 6) or int(text) < 1:
+        raise SettingsError(f"SHOAL_STEP_TIMEOUT_S={text}: not a time; set whole seconds, 1 or more")
+    return float(text)
 
 
 def _model(text: str) -> Path:

@@ -117,14 +117,13 @@ class Stack:
     def _nodes(self) -> list[Child]:
         """A child for each process, and one for each group, whose ranks start together: each waits for the others."""
         children: list[Child] = []
-        for ids, same in groupby(self._specs, lambda spec: spec.group.ids if spec.group else (spec.name,)):
+        for name, same in groupby(self._specs, lambda spec: spec.unit):
             nodes = [self._node(spec) for spec in same]
             if len(nodes) == 1:
                 children += nodes
                 continue
-            name, shutdown_s = f"group {ids[0]}", sum(node.shutdown_s for node in nodes)
             ranks = Supervisor(name, nodes, intensity=INTENSITY, on_restart=self._on_restart, together=True)
-            children.append(Child(name, ranks.run, shutdown_s=shutdown_s))
+            children.append(Child(name, ranks.run, shutdown_s=max(node.shutdown_s for node in nodes) + 0.5))
         return children
 
     def _node(self, spec: ProcessSpec) -> Child:
@@ -244,6 +243,8 @@ class Stack:
 
     def _explain(self, error: GaveUp, num_lines: int = 15) -> None:
         """Say what a process found wrong with settings or checkpoint; where it did not, show the end of its log."""
+        while isinstance(error.__cause__, GaveUp):  # of a process in a group
+            error = error.__cause__
         path = self._home.folder / "logs" / f"{error.child}.log"
         text = path.read_text(errors="replace") if path.exists() else ""
         _, found, mistake = f"\n{text}".rpartition(f"\n{MISTAKE}")
@@ -323,13 +324,12 @@ def _check_tenants(settings: Settings, specs: tuple[ProcessSpec, ...], console: 
 
 def _meeting(specs: tuple[ProcessSpec, ...]) -> tuple[ProcessSpec, ...]:
     """The same, with a free port for the ranks of each group to meet at."""
-    addresses: dict[tuple[str, ...], str] = {}
+    addresses: dict[str, str] = {}
     found = []
     for spec in specs:
-        if (group := spec.group) is not None:
-            if group.ids not in addresses:
-                addresses[group.ids] = f"{LOOPBACK}:{_claim_port(0)}"
-            spec = replace(spec, group=replace(group, address=addresses[group.ids]))
+        if spec.group is not None:
+            address = addresses.setdefault(spec.unit, f"{LOOPBACK}:{_claim_port(0)}")
+            spec = replace(spec, group=replace(spec.group, address=address))
         found.append(spec)
     return tuple(found)
 

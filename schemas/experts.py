@@ -1,4 +1,4 @@
-"""Expert-parallel groups: waking each other, what experts are asked for, and where they are to be."""
+"""Expert-parallel groups: calling each other, what experts are asked for, where they are to be, and the end of one."""
 
 from __future__ import annotations
 
@@ -10,6 +10,16 @@ class StepWanted(Message, frozen=True):
 
     generation: int
     num_steps: int
+
+
+class RankStarted(Message, frozen=True):
+    """Rank to rank: `id` starts, and waits to meet the others. Who has met with an earlier `life` of it begins anew.
+
+    Lives of a rank grow; those of different ranks are not compared.
+    """
+
+    id: str
+    life: int
 
 
 class ExpertsUsed(Message, frozen=True):
@@ -33,7 +43,8 @@ class ExpertsUsed(Message, frozen=True):
 
 class PlaceExperts(Message, frozen=True):
     """Command to each rank of a group: load what `places` ask for and go on with them, layer by layer, as soon as all
-    ranks can. `generation` is that of the reports they were planned from: another one ignores them."""
+    ranks can. `generation` is that of the reports they were planned from: another one ignores them. A higher `version`
+    takes the place of what is not carried out yet."""
 
     generation: int
     version: int
@@ -41,9 +52,11 @@ class PlaceExperts(Message, frozen=True):
 
 
 class GroupBroken(Message, frozen=True):
-    """Event: a rank found that another is gone or does not answer. Its group does not step any more."""
+    """Event: the rank `id` found that another of its group is gone or does not answer. The group does not step any
+    more: all that its `ranks` held is lost, until they have met again."""
 
     role: Role
     id: str
     group: str
+    ranks: list[str]
     reason: str

@@ -44,8 +44,8 @@ class _Exit(NamedTuple):
 
 
 class Supervisor:
-    """Starts children in order, each when the one before it is ready, or all `together`, when each is ready only once
-    the others are there; restarts them by OTP's rules; stops in reverse.
+    """Starts children in order, each when the one before it is ready; restarts them by OTP's rules; stops in reverse.
+    `together`: starts all at once, for children that are ready only when the others are there, and stops all at once.
 
     `run()` lives until it is cancelled. It raises GaveUp when a child fails its first start or ends too often, and
     Stuck when one cannot be stopped; in every case the other children are stopped first. Within a restart only the
@@ -80,11 +80,10 @@ class Supervisor:
         family = Children(restarts, self._strategy, self._intensity)
         exits: asyncio.Queue[_Exit] = asyncio.Queue()
         try:
-            names = family.names
-            for first in [names] if self._together else [[name] for name in names]:
-                for name in first:
+            for names in self._at_once(family.names):
+                for name in names:
                     family.started(name)
-                if not all(await asyncio.gather(*(self._start(name, exits) for name in first))):
+                if not await self._start_all(names, exits):
                     exit = await self._next_exit(exits)
                     raise GaveUp(exit.name, f"did not start: {exit.error!r}") from exit.error
             ready()
@@ -103,6 +102,22 @@ class Supervisor:
                         break  # its exit is in the queue, and the plan for it covers those that follow
         finally:
             await self._stop_all()
+
+    def _at_once(self, names: list[str]) -> list[list[str]]:
+        return [names] if self._together else [[name] for name in names]
+
+    async def _start_all(self, names: list[str], exits: asyncio.Queue[_Exit]) -> bool:
+        """Wait until all are ready. False as soon as one has ended before: who waits for it is not waited for."""
+        starting = [asyncio.create_task(self._start(name, exits)) for name in names]
+        try:
+            for started in asyncio.as_completed(starting):
+                if not await started:
+                    return False
+            return True
+        finally:
+            for task in starting:
+                task.cancel()
+            await asyncio.gather(*starting, return_exceptions=True)
 
     async def _start(self, name: str, exits: asyncio.Queue[_Exit], *, wait: bool = True) -> bool:
         """Start a child; wait until it is ready. False if it ended before."""
@@ -163,11 +178,9 @@ class Supervisor:
 
     async def _stop_all(self) -> None:
         """Stop everything, last child first. Goes on past a stuck child, then raises for it."""
-        stuck: Stuck | None = None
-        for name in reversed(self._children):
-            try:
-                await self._stop(name)
-            except Stuck as error:
-                stuck = error
-        if stuck is not None:
-            raise stuck
+        found: list[BaseException | None] = []
+        for names in self._at_once(list(reversed(self._children))):
+            found += await asyncio.gather(*map(self._stop, names), return_exceptions=True)
+        for error in found:
+            if error is not None:
+                raise error

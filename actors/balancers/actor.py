@@ -11,13 +11,14 @@ from opentelemetry import trace
 
 from actors.balancers.choice import Choice, Full
 from actors.balancers.decode import RoomiestInTurn
-from actors.balancers.experts import Groups
+from actors.balancers.experts import Groups, Planned, Question, Recent
 from actors.balancers.ledger import Ledger
 from actors.balancers.prefill import ComputeQuota
 from actors.balancers.vision import FewestPatches
 from bus.actor import Actor, Envelope, Handler
 from bus.bus import Bus, BusError, fail
 from bus.subjects import (
+    BROKEN,
     EXITED,
     EXPERTS,
     LOAD,
@@ -33,7 +34,7 @@ from bus.subjects import (
     Subject,
     report_load,
 )
-from schemas.experts import ExpertsUsed, PlaceExperts
+from schemas.experts import ExpertsUsed, GroupBroken, PlaceExperts
 from schemas.failure import Code, Failure
 from schemas.liveness import ProcessExited
 from schemas.message import Role
@@ -63,7 +64,11 @@ class Balancer(Actor):
         return {self.route_subject: self._on_route, self.release_subject: self._on_release}
 
     def events(self) -> Mapping[Address[Any, Any], Handler]:
-        return {LOAD.at(self.pool): self._on_load, EXITED.all(): self._on_exited}
+        return {
+            LOAD.at(self.pool): self._on_load,
+            EXITED.all(): self._on_exited,
+            BROKEN.at(self.pool): self._on_broken,
+        }
 
     async def on_start(self) -> None:
         await self.bus.tell(report_load(self.pool).all(), ReportLoad())
@@ -102,6 +107,10 @@ class Balancer(Actor):
 
     async def _on_exited(self, exited: ProcessExited, envelope: Envelope) -> None:
         for id in exited.ids(self.pool):
+            self.ledger.lost(id)
+
+    async def _on_broken(self, broken: GroupBroken, envelope: Envelope) -> None:
+        for id in broken.ranks:
             self.ledger.lost(id)
 
 
@@ -163,10 +172,20 @@ class ExpertBalancer(Actor):
         return structs.replace(super().load(), detail=self.groups.detail())
 
     async def _on_used(self, used: ExpertsUsed, envelope: Envelope) -> None:
-        planned = self.groups.report(used)
-        if planned is None:
-            return
-        subject = PLACE_PREFILL if used.role is Role.PREFILL else PLACE_DECODE
-        place = PlaceExperts(generation=used.generation, version=planned.version, places=planned.places)
-        for id in self.groups.ranks(used):
+        recent = self.groups.of(used)
+        if (planned := recent.report(used)) is not None:
+            await self._tell(recent, used.role, planned)
+        elif (question := recent.question(used)) is not None:
+            self.spawn(self._plan(recent, used.role, question))
+
+    async def _plan(self, recent: Recent, role: Role, question: Question) -> None:
+        """Takes a tenth of a second for each layer of a large group."""
+        advice = await self.bus.seams.run_beside(question.answer)
+        if (planned := recent.advised(question, advice, self.bus.seams.clock_ns())) is not None:
+            await self._tell(recent, role, planned)
+
+    async def _tell(self, recent: Recent, role: Role, planned: Planned) -> None:
+        subject = PLACE_PREFILL if role is Role.PREFILL else PLACE_DECODE
+        place = PlaceExperts(generation=recent.generation, version=planned.version, places=planned.places)
+        for id in recent.ranks.values():
             await self.bus.tell(subject.at(id), place)

@@ -76,20 +76,23 @@ class Decode(Actor):
         self._in_engine: set[str] = set()
         self._num_rows = self._num_new = 0  # requests in all steps, and the tokens they got
         self._has_work = asyncio.Event()
-        self._ranks = Ranks(bus, self.role, id, group, self.spawn, self._has_work.set)
+        self._ranks = Ranks(bus, self.role, id, group, self.spawn, self._on_called)
         self._has_sent = asyncio.Event()
         self._has_changed = asyncio.Event()
 
     def handlers(self) -> Mapping[Subject[Any, Any], Handler]:
-        own = {HAND_OVER: self._on_hand_over, CANCEL_DECODE: self._on_cancel, RESEND_DECODE: self._on_resend}
-        return {**own, **self._ranks.handlers()}
+        return {
+            HAND_OVER: self._on_hand_over,
+            CANCEL_DECODE: self._on_cancel,
+            RESEND_DECODE: self._on_resend,
+            **self._ranks.handlers(),
+        }
 
     def events(self) -> Mapping[Address[Any, Any], Handler]:
         return self.keeper.events()
 
     async def on_start(self) -> None:
-        await self._engine.start()
-        self._ranks.start(self._engine.group)
+        await self._ranks.start(self._engine)
         await self.keeper.start()
         self.spawn(self._step_loop())
         self.spawn(self.report_changes(self._has_changed, REPORT_S))
@@ -196,8 +199,7 @@ class Decode(Actor):
 
     async def _on_cancel(self, cancel: Cancel, envelope: Envelope) -> CancelAcknowledged:
         was_running = self.slots.cancel(cancel.request_id, cancel.epoch)
-        self._has_work.set()
-        self._has_sent.set()  # the step loop may wait for that
+        self._on_called()
         return CancelAcknowledged(request_id=cancel.request_id, was_running=was_running)
 
     async def _on_resend(self, resend: Resend, envelope: Envelope) -> TokensEmitted:
@@ -240,6 +242,10 @@ class Decode(Actor):
             elif not self._arrivals and all(g.end is None for g in self.slots):
                 self._has_work.clear()
             self.wake()  # the mailbox loop is the only sender: two would mix up the order
+
+    def _on_called(self) -> None:
+        self._has_work.set()
+        self._has_sent.set()  # the step loop may wait for that
 
     async def _step(self, batch: list[Generation]) -> None:
         info = self._engine.info

@@ -28,6 +28,7 @@ from bus.lookup import Lookups
 from bus.place import place
 from bus.subjects import DISPATCH, EXITED, LOAD, RELEASE_PREFILL, ROUTE_PREFILL, TOKENS, TOUCHED, Address, Subject
 from schemas.cache import BlocksTouched, HitShortened
+from schemas.experts import GroupBroken
 from schemas.failure import Code, Failure
 from schemas.handover import Claim, Claimed, ClaimRefused, Refused
 from schemas.liveness import ProcessExited
@@ -60,12 +61,9 @@ class Entrypoint(Actor):
         self._outbox = Outbox(f"{self.role}/{id}")
         self._courier = Courier(bus, subjects.RECIPE_TOKENS, self._outbox, self.wake, self._abandon)
         self._spans: dict[str, Span] = {}
-        self._holders = Holders(bus)
-        self._peers = Peers()
-        self._lookups = Lookups(bus)
-        self._touched = Touched()
-        self._repairing: set[str] = set()
-        self._vision = AnyVision(bus, bulk)
+        self._holders, self._peers = Holders(bus), Peers()
+        self._touched, self._repairing = Touched(), set[str]()
+        self._lookups, self._vision = Lookups(bus), AnyVision(bus, bulk)
 
     def handlers(self) -> Mapping[Subject[Any, Any], Handler]:
         return {
@@ -79,7 +77,8 @@ class Entrypoint(Actor):
 
     def events(self) -> Mapping[Address[Any, Any], Handler]:
         loads = {LOAD.at(role): self._on_load for role in (Role.PREFILL, Role.METADATA)}
-        return {EXITED.all(): self._on_exited, **loads}
+        broken = {subjects.BROKEN.at(role): self._on_broken for role in (Role.PREFILL, Role.DECODE)}
+        return {EXITED.all(): self._on_exited, **broken, **loads}
 
     async def on_start(self) -> None:
         for role in (Role.PREFILL, Role.METADATA):
@@ -87,9 +86,8 @@ class Entrypoint(Actor):
         self.spawn(self._watch())
 
     async def on_stop(self) -> None:
-        stopping = failed(Failure(code=Code.SHUTTING_DOWN, message="the system is stopping"))
         for request in list(self.shard.live()):
-            self._end(request, stopping)
+            self._end(request, failed(Failure(code=Code.SHUTTING_DOWN, message="the system is stopping")))
         await self.flush()
 
     def load(self) -> LoadReported:
@@ -173,6 +171,10 @@ class Entrypoint(Actor):
                 self._lose(Owner(role, id), f"the process {exited.name} ended")
         self._vision.on_exited(exited)
         self._peers.exited(exited)
+
+    async def _on_broken(self, broken: GroupBroken, envelope: Envelope) -> None:
+        for id in broken.ranks:  # one that stands still would not say so itself
+            self._lose(Owner(broken.role, id), f"its group broke: {broken.reason}")
 
     # Placing
 

@@ -84,16 +84,16 @@ class Prefill(Actor):
         self._ranks = Ranks(bus, self.role, id, group, self.spawn, self._has_work.set)
 
     def handlers(self) -> Mapping[Subject[Any, Any], Handler]:
-        own = {DISPATCH: self._on_dispatch, CANCEL_PREFILL: self._on_cancel, RESEND_PREFILL: self._on_resend}
-        return {**own, DESCRIBE: self._on_describe, **self._ranks.handlers()}
+        own: dict[Subject[Any, Any], Handler] = {DISPATCH: self._on_dispatch, DESCRIBE: self._on_describe}
+        return {**own, CANCEL_PREFILL: self._on_cancel, RESEND_PREFILL: self._on_resend, **self._ranks.handlers()}
 
     def events(self) -> Mapping[Address[Any, Any], Handler]:
         return self.keeper.events()
 
     async def on_start(self) -> None:
-        await self._engine.start()
-        self._ranks.start(self._engine.group)
+        await self._ranks.start(self._engine)
         await measure(self._engine, self.batch.meter)
+        self._has_work.set()  # in a group: to fall asleep together
         await self.keeper.start()
         self.spawn(self._step_loop())
         self.spawn(self.report_changes(self._has_changed, REPORT_S))

@@ -154,7 +154,7 @@ async def _move(engine: LocalEngine) -> None:
     """All experts, again and again: every rank goes on with those of the next."""
     assert engine.group is not None
     for version in range(1, 1000):
-        await engine.group.rearrange(version, [np.roll(one, 1, 0) for one in engine.group.places], lambda: None)
+        await engine.group.rearrange(version, [np.roll(one, 1, 0) for one in engine.group.places])
 
 
 def _print(found: dict[str, dict[str, float]], batch: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from actors.balancers.actor import DecodeBalancer, PrefillBalancer, VisionBalancer
+from actors.balancers.actor import DecodeBalancer, ExpertBalancer, PrefillBalancer, VisionBalancer
 from actors.decode.actor import Decode
 from actors.entrypoint.actor import Entrypoint
 from actors.kvstore.actor import KVStore
@@ -38,6 +38,11 @@ class TestDecodeBalancer(ActorConformance):
 class TestVisionBalancer(ActorConformance):
     def make(self, bus: Bus) -> Actor:
         return VisionBalancer("vb0", bus)
+
+
+class TestExpertBalancer(ActorConformance):
+    def make(self, bus: Bus) -> Actor:
+        return ExpertBalancer("xb0", bus)
 
 
 class TestQuota(ActorConformance):

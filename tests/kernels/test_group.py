@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from kernels.engine import Admission, Chunk, GroupError, Sampling
-from kernels.group import GroupSpec
+from kernels.group import Group, GroupSpec
 from kernels.local import LocalEngine
 from kernels.places import Places
 from tests.untrained import untrained
@@ -102,7 +103,7 @@ async def answers(size: int, *, num_moves: int = 0) -> list[list[int]]:
     async def move(engine: LocalEngine) -> None:
         assert engine.group is not None
         for version in range(1, num_moves + 1):
-            await engine.group.rearrange(version, shuffled(engine.group.places, version), lambda: None)
+            await engine.group.rearrange(version, shuffled(engine.group.places, version))
 
     moving = [asyncio.create_task(move(engine)) for engine in engines]
     try:
@@ -161,22 +162,23 @@ async def test_places_are_taken_over_only_when_all_ranks_have_the_same_plan() ->
 
     try:
         with pytest.raises(ValueError, match="of 10 layers, there are 11"):
-            await first.rearrange(1, one[:10], lambda: None)
+            await first.rearrange(1, one[:10])
         with pytest.raises(ValueError, match="these are placed"):
-            await first.rearrange(1, double, lambda: None)
+            await first.rearrange(1, double)
         moving = [
-            asyncio.create_task(first.rearrange(1, one, lambda: None)),
-            asyncio.create_task(second.rearrange(1, other, lambda: None)),
+            asyncio.create_task(first.rearrange(1, one)),
+            asyncio.create_task(second.rearrange(1, other)),
         ]
         for _ in range(5):
             await step()
         assert first.version == second.version == 0 and not any(task.done() for task in moving)
         assert first.places[0].tolist() == old[0].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
-        with pytest.raises(ValueError, match="not taken over by all ranks yet"):
-            await first.rearrange(2, one, lambda: None)
-        for task in moving:
-            task.cancel()
-        await asyncio.gather(*moving, return_exceptions=True)
+        moving.append(asyncio.create_task(first.rearrange(3, other)))  # of two plans the newer one counts
+        moving.append(asyncio.create_task(second.rearrange(3, other)))
+        while not all(task.done() for task in moving):
+            await step()
+        assert first.version == second.version == 3
+        assert [places.tolist() for places in first.places] == [places.tolist() for places in other]
     finally:
         await close(engines)
 
@@ -194,7 +196,7 @@ async def test_a_rank_that_is_gone_is_noticed_and_one_that_never_comes_is_too() 
         assert engines[0].group is not None and engines[0].group.is_broken
     finally:
         await close(engines)
-    spec = GroupSpec(0, 2, f"127.0.0.1:{free_port()}", 0.2)
+    spec = GroupSpec(0, 2, f"127.0.0.1:{free_port()}", 20.0, meet_s=0.2)
     lonely = LocalEngine(untrained(), num_slots=1, max_step_tokens=64, group=spec)
     with pytest.raises(GroupError, match="no meeting of all ranks"):
         await lonely.start()
@@ -202,8 +204,36 @@ async def test_a_rank_that_is_gone_is_noticed_and_one_that_never_comes_is_too() 
 
 
 @once
+async def test_who_starts_anew_meets_the_others_when_they_do_too() -> None:
+    address = f"127.0.0.1:{free_port()}"
+
+    def group(rank: int) -> Group:
+        return Group(GroupSpec(rank, 2, address, 20.0, meet_s=30.0), torch.device("cpu"))
+
+    async def meet(*groups: Group) -> None:
+        await asyncio.gather(*(asyncio.to_thread(one.join) for one in groups))
+
+    first, second = group(0), group(1)
+    await meet(first, second)
+    assert first.lives == second.lives and first.generation == second.generation > 0
+    second.leave()
+    again = group(1)
+    joining = asyncio.create_task(meet(again))
+    await asyncio.sleep(0.1)
+    assert not joining.done()  # rank 0 has met with an earlier life of it
+    first.leave()
+    other = group(0)
+    await asyncio.gather(meet(other), joining)
+    assert other.lives == again.lives and all(now > then for now, then in zip(other.lives, first.lives, strict=True))
+    said = await asyncio.gather(asyncio.to_thread(other.agree, [7]), asyncio.to_thread(again.agree, [8]))
+    assert [one.tolist() for one in said] == [[[7], [8]]] * 2
+    again.leave()
+    other.leave()
+
+
+@once
 async def test_a_rank_that_does_not_step_is_waited_for_no_longer_than_was_said() -> None:
-    engines = await group_of(2, timeout_s=0.5)
+    engines = await group_of(2, timeout_s=1.5)
     try:
         with pytest.raises(GroupError, match="Timed out"):
             await engines[0].decode([])

@@ -36,7 +36,7 @@ def read(tmp_path: Path, text: str) -> tuple[ProcessSpec, ...]:
 def test_the_default_is_three_processes_and_torch_is_in_two() -> None:
     specs = read_cluster(DEFAULT_CLUSTER)
     assert [spec.name for spec in specs] == ["decode", "prefill", "front"]
-    assert {member.role for spec in specs for member in spec.members} == set(Role)
+    assert {member.role for spec in specs for member in spec.members} == set(Role) - {Role.EXPERT_BALANCER}
     assert specs[1].num_threads == max(1, num_cores() // 2)
 
 
@@ -90,7 +90,8 @@ def test_without_a_vision_tower_nobody_looks(tmp_path: Path) -> None:
     settings = Settings.from_environment({"SHOAL_MODEL": str(tmp_path)})
     kept = serving(specs, settings)
     assert [spec.name for spec in kept] == ["decode", "prefill", "front"]
-    assert {member.role for spec in kept for member in spec.members} == set(Role) - {Role.VISION, Role.VISION_BALANCER}
+    left_out = {Role.VISION, Role.VISION_BALANCER, Role.EXPERT_BALANCER}
+    assert {member.role for spec in kept for member in spec.members} == set(Role) - left_out
     alone = (ProcessSpec("vision-balancer", (Member(Role.VISION_BALANCER, "vb0"),), num_threads=1),)
     assert serving(alone, settings) == ()
     make_card(tmp_path, image_token=IMAGE_TOKEN)

@@ -39,6 +39,7 @@ from schemas.cache import (
     SpaceDescribed,
     StoreBlocks,
 )
+from schemas.experts import ExpertsUsed, GroupBroken, PlaceExperts, RankStarted, StepWanted
 from schemas.failure import FAILURES, Code, Failure
 from schemas.handover import Claim, Claimed, ClaimRefused, Dispatch, Dispatched, HandedOver, HandOver, Refused
 from schemas.liveness import Ping, Pong, ProcessExited
@@ -339,6 +340,22 @@ MESSAGES: list[Message] = [
     ImageResolved(vision="v", digest="d", width=28, height=42, num_tokens=4, pixels=HANDLE, num_patches=6),
     Image(start=5, num_tokens=4, digest="d", width=28, height=42, vision="v", pixels=HANDLE, num_patches=6),
     Route(request_id="r", num_new=9, is_exact=True),
+    StepWanted(generation=1 << 60, num_steps=70000),
+    RankStarted(id="d-1", life=1 << 60),
+    ExpertsUsed(
+        role=Role.DECODE,
+        id="d-1",
+        group="d-0",
+        rank=1,
+        size=2,
+        generation=1 << 60,
+        num_steps=16,
+        version=3,
+        used=[b"\x01\x00\x00\x00", b"\xff\xff\xff\xff"],
+        places=[b"\x00\x00", b"\x7f\x01"],
+    ),
+    PlaceExperts(generation=1 << 60, version=4, places=[b"\x00\x00", b"\x7f\x01"]),
+    GroupBroken(role=Role.PREFILL, id="p-0", group="p-0", ranks=["p-0", "p-1"], reason="silent"),
 ]
 
 GOLDEN = [line.split() for line in Path(__file__).with_name("golden.txt").read_text().splitlines()]

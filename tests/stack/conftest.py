@@ -22,6 +22,7 @@ from nats.aio.client import Client
 
 from run.home import Client as Credentials
 from run.home import Ready
+from schemas.message import Role
 from tests.untrained import untrained
 
 TENANTS = """
@@ -32,6 +33,10 @@ requests_per_minute = 2
 nats_password = "word-of-beta"
 """
 """Of NATS clients only: with keys, HTTP clients would have to have one."""
+
+
+SERVING = [role for role in Role if role is not Role.EXPERT_BALANCER]
+"""Who runs by default: without groups there is nothing for the other one."""
 
 
 class System:

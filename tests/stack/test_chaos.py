@@ -15,7 +15,7 @@ from bus.bus import Bus
 from run.health import collect_loads, on_bus
 from run.home import Home
 from schemas.message import Role
-from tests.stack.conftest import System, is_alive, until
+from tests.stack.conftest import SERVING, System, is_alive, until
 
 pytestmark = pytest.mark.stack
 
@@ -32,7 +32,7 @@ def internal_url(system: System) -> str:
 async def counts(bus: Bus) -> dict[str, int]:
     """Requests each actor holds, by role; an actor that is missing counts as one."""
     reports = {report.role: report for report in await collect_loads(bus, wait_s=0.2)}
-    roles = [role for role in Role if role is not Role.GATEWAY]
+    roles = [role for role in SERVING if role is not Role.GATEWAY]
     return {role: reports[role].num_running + reports[role].num_waiting if role in reports else 1 for role in roles}
 
 

@@ -20,8 +20,7 @@ import pytest
 from run.cluster import COMPUTING
 from run.home import Home
 from run.settings import DEFAULT_MODEL
-from schemas.message import Role
-from tests.stack.conftest import System
+from tests.stack.conftest import SERVING, System
 
 pytestmark = pytest.mark.stack
 
@@ -43,7 +42,7 @@ def test_the_ready_file_is_private_and_complete(stack: System) -> None:
     assert set(content) == {"http", "nats", "client", "models", "pids"}
     assert set(content["client"]) == {"user", "password", "inbox_prefix"}
     assert content["models"] == ["shoal-tiny"]
-    assert set(content["pids"]) == {*Role, "broker"}
+    assert set(content["pids"]) == {*SERVING, "broker"}
     assert all(Path(f"/proc/{pid}").exists() for pids in content["pids"].values() for pid in pids)
     assert content["http"].startswith("http://127.0.0.1:") and content["nats"].startswith("nats://127.0.0.1:")
     assert stat.S_IMODE((stack.folder / "home" / "run.json").stat().st_mode) == 0o600
@@ -53,14 +52,14 @@ def test_only_computing_processes_hold_torch(stack: System) -> None:
     def has_torch(role: str) -> bool:
         return "libtorch" in Path(f"/proc/{stack.pid(role)}/maps").read_text()
 
-    assert {role: has_torch(role) for role in Role} == {role: role in COMPUTING for role in Role}
+    assert {role: has_torch(role) for role in SERVING} == {role: role in COMPUTING for role in SERVING}
 
 
 def test_status_shows_everyone(stack: System) -> None:
     actors = json.loads(shoal(stack, "status", "--json").stdout)["actors"]
-    assert {(actor["role"], actor["pid"]) for actor in actors} == {(role, stack.pid(role)) for role in Role}
+    assert {(actor["role"], actor["pid"]) for actor in actors} == {(role, stack.pid(role)) for role in SERVING}
     table = shoal(stack, "status").stdout
-    assert all(role in table for role in Role)
+    assert all(role in table for role in SERVING)
 
 
 def test_a_second_system_is_told_what_is_taken(stack: System, tmp_path: Path) -> None:
