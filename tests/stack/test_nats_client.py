@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from nats.aio.client import Client
 
-from schemas.message import Role
-from tests.stack.conftest import System
+from tests.stack.conftest import SERVING, System
 
 pytestmark = pytest.mark.stack
 
@@ -118,7 +117,7 @@ def test_every_actor_is_listed_as_a_service(stack: System) -> None:
             await client.subscribe(inbox, cb=on_pong)
             await client.publish("$SRV.PING", b"", reply=inbox)
             async with asyncio.timeout(10):
-                while not {f"shoal-{role}" for role in Role} <= names:
+                while not {f"shoal-{role}" for role in SERVING} <= names:
                     await asyncio.sleep(0.01)
             info = await client.request("$SRV.INFO.shoal-decode", b"", timeout=5)
             assert json.loads(info.data)["metadata"]["id"] == "d0"
