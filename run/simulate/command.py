@@ -9,6 +9,7 @@ from dataclasses import replace
 from math import inf
 from pathlib import Path
 
+from cyclopts import App
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -26,7 +27,11 @@ LOAD = 0.8
 NUM_MADE = 12_000
 """Requests of a workload that is made up, where no number is given."""
 
+app = App(name="simulate")
+app.command("run.simulate.experts:experts", name="experts", help="Wide expert-parallel groups, on paper.")
 
+
+@app.default
 def simulate(
     trace: str = "agents-64k",
     *,

@@ -11,7 +11,8 @@ import pytest
 
 from tests.actors.edge import make_card
 
-COMMANDS = ["", "up", "node", "health", "status", "chat", "eval", "simulate", "checkpoint", "checkpoint make"]
+COMMANDS = ["", "up", "node", "health", "status", "chat", "eval", "checkpoint", "checkpoint make"]
+SIMULATIONS = ["simulate", "simulate experts"]
 BENCHES = ["bench", "bench bus", "bench frontend", "bench engine", "bench kv", "bench cost", "bench turns"]
 
 
@@ -27,7 +28,7 @@ def shoal(*arguments: str, folder: Path, **environment: str) -> subprocess.Compl
     )
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, *BENCHES])
+@pytest.mark.parametrize("command", [*COMMANDS, *SIMULATIONS, *BENCHES])
 def test_every_command_has_help(command: str, tmp_path: Path) -> None:
     done = shoal(*command.split(), "--help", folder=tmp_path)
     assert done.returncode == 0, done.stderr
