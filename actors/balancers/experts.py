@@ -77,11 +77,12 @@ class Recent:
     def report(self, used: ExpertsUsed) -> Planned | None:
         """Take a rank's report; with the last one of a step, the plan that some rank has not carried out yet."""
         self.ranks[used.rank], self._versions[used.rank] = used.id, used.version
+        if used.num_steps < self._num_steps:
+            return None
         if used.num_steps > self._num_steps:  # what is missing of the earlier one was lost
             self._num_steps, self._reports = used.num_steps, {}
-        if used.num_steps == self._num_steps:
-            self._reports[used.rank] = used
-        if used.num_steps < self._num_steps or len(self._reports) < self.size:
+        self._reports[used.rank] = used
+        if len(self._reports) < self.size:
             return None
         counts = [[np.frombuffer(layer, "<u4") for layer in one.used] for one in self._reports.values()]
         self._rows.append([np.sum(of_layer, axis=0, dtype=np.float64) for of_layer in zip(*counts, strict=True)])

@@ -82,7 +82,7 @@ def test_only_steps_that_all_ranks_reported_count() -> None:
     recent = Recent(7, 2)
     for step in range(1, FIRST):
         assert recent.report(used(16 * step, step % 2)) is None  # the other one was lost
-    assert recent.report(used(0, 0)) is None  # late
+    assert recent.report(used(0, 1)) is None  # late: no other one was for that step
     hear(recent, FIRST, FIRST - 1)
     assert recent.question(used(0, 0)) is None
     hear(recent, 2 * FIRST, 1)
@@ -96,8 +96,9 @@ def test_a_plan_is_said_again_until_all_ranks_have_carried_it_out() -> None:
     hear(recent, 1, FIRST)
     found = planned(recent)
     assert found is not None
-    assert recent.report(used(1600, 0)) is None  # one rank's report is no step
-    assert recent.report(used(1600, 1)) == found
+    for step in range(100 - FIRST, 101):
+        assert recent.report(used(16 * step, 0)) is None  # one rank's report is no step
+        assert recent.report(used(16 * step, 1)) == found
     assert recent.question(used(0, 0)) is None
     assert recent.report(used(1616, 0, version=found.version)) is None
     assert recent.report(used(1616, 1)) == found
