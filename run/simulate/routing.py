@@ -45,7 +45,8 @@ class Recorded(msgspec.Struct, frozen=True):
 def shares(requests: Sequence[Picks], num_experts: int) -> Floats:
     """Which part of all picks each expert got, `[experts]`."""
     counts = np.bincount(np.concatenate(requests).ravel(), minlength=num_experts)
-    return counts / counts.sum()
+    parts: Floats = counts / counts.sum()
+    return parts
 
 
 def alike(requests: Sequence[Picks], num_experts: int) -> float:
@@ -76,7 +77,8 @@ def gini(parts: Floats) -> float:
 def zipf(num: int, exponent: float) -> Floats:
     """Shares `[num]`, the largest first, that fall with rank to the power of `exponent`; they add up to 1."""
     parts = np.arange(1, num + 1, dtype=np.float64) ** -exponent
-    return parts / parts.sum()
+    parts /= parts.sum()
+    return parts
 
 
 def exponent_of(coefficient: float, num: int) -> float:
