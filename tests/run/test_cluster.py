@@ -7,7 +7,17 @@ from pathlib import Path
 import pytest
 
 from run.build import serving
-from run.cluster import DEFAULT_CLUSTER, ClusterError, Member, ProcessSpec, num_cores, read_cluster, without_vision
+from run.cluster import (
+    DEFAULT_CLUSTER,
+    ClusterError,
+    GroupPlace,
+    Member,
+    ProcessSpec,
+    num_cores,
+    parse_actors,
+    read_cluster,
+    without_vision,
+)
 from run.settings import Settings, SettingsError
 from schemas.message import Role
 from tests.actors.edge import IMAGE_TOKEN, make_card
@@ -66,12 +76,57 @@ def test_threads_and_slots_can_be_set(tmp_path: Path) -> None:
         (GOOD.replace('"recipe/r0",', ""), "there is no recipe; add"),
         (GOOD.replace("decode/d0", 'decode/d0", "vision/v0'), 'there is no vision-balancer; add "vision-balancer/ID"'),
         (GOOD.replace("decode/d0", 'decode/d0", "gateway/g1'), "gateway/g0 and gateway/g1 would share one HTTP port"),
+        (GOOD + "ep = 0\n", r"process 3 \(decode\): ep must be at least 1, not 0"),
+        (GOOD + "ep = 2\nredundant = -1\n", r"process 3 \(decode\): redundant must be at least 0, not -1"),
+        (GOOD + "redundant = 1\n", r"process 3 \(decode\): redundant experts need a group; set ep to 2 or more"),
+        (GOOD.replace("decode/d0", 'decode/d0", "decode/d1') + "ep = 2\n", "with ep, actors must be one"),
+        (GOOD.replace('"prefill/p0"]', '"vision/v0"]\nep = 2'), "with ep, actors must be one prefill or decode actor"),
+        (GOOD + 'ep = 2\n[[process]]\nname = "decode-1"\nactors = ["decode/x"]', "name 'decode-1' is taken"),
     ],
 )
 def test_errors_name_the_file_the_key_and_what_to_do(tmp_path: Path, text: str, error: str) -> None:
     with pytest.raises(ClusterError, match=error) as raised:
         read(tmp_path, text)
     assert str(tmp_path / "cluster.toml") in str(raised.value)
+
+
+def test_a_group_is_a_process_for_each_rank(tmp_path: Path) -> None:
+    text = GOOD.replace('["prefill/p0"]', '["prefill/d0"]\nep = 2') + "ep = 3\nredundant = 2\nslots = 5\n"
+    front, *specs = read(tmp_path, text)
+    assert front.group is None and front.unit == "front"
+    assert [(spec.name, *map(str, spec.members)) for spec in specs] == [
+        ("prefill-0", "prefill/d0-0"),
+        ("prefill-1", "prefill/d0-1"),
+        ("decode-0", "decode/d0-0"),
+        ("decode-1", "decode/d0-1"),
+        ("decode-2", "decode/d0-2"),
+    ]
+    ids = ("d0-0", "d0-1", "d0-2")
+    assert [spec.group for spec in specs[2:]] == [GroupPlace(ids, rank, num_redundant=2) for rank in range(3)]
+    assert [spec.unit for spec in specs] == ["group prefill/d0-0"] * 2 + ["group decode/d0-0"] * 3
+    assert {spec.num_slots for spec in specs[2:]} == {5}
+    assert {spec.num_threads for spec in specs} == {max(1, num_cores() // 5)}
+
+
+def test_a_rank_on_the_command_line() -> None:
+    one = parse_actors(("decode/b",))
+    assert GroupPlace.parse(one, "", "", 0) is None
+    assert GroupPlace.parse(one, "a,b", "host:7000", 3) == GroupPlace(("a", "b"), 1, "host:7000", 3)
+    for actors, ranks, meet, redundant, error in (
+        (one, "a,c", "h:1", 0, "--ranks a,c: give one prefill or decode actor, whose id is among them"),
+        (parse_actors(("decode/b", "decode/a")), "a,b", "h:1", 0, "give one prefill or decode actor"),
+        (parse_actors(("vision/b",)), "a,b", "h:1", 0, "give one prefill or decode actor"),
+        (one, "b", "h:1", 0, "give two or more ids, with commas between and each once"),
+        (one, "b,b", "h:1", 0, "give two or more ids"),
+        (one, "b, a", "h:1", 0, "give two or more ids"),
+        (one, "a,b", "7000", 0, "--meet 7000: give HOST:PORT, where decode/a listens"),
+        (one, "a,b", "h:70000", 0, "give HOST:PORT"),
+        (one, "a,b", "h:1", -1, "--redundant -1: give 0 or more"),
+        (one, "", "h:1", 0, "--meet and --redundant are of a group; give its --ranks, too"),
+        (one, "", "", 2, "--meet and --redundant are of a group"),
+    ):
+        with pytest.raises(ClusterError, match=error):
+            GroupPlace.parse(actors, ranks, meet, redundant)
 
 
 def test_a_missing_file_says_what_to_copy(tmp_path: Path) -> None:

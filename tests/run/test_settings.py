@@ -64,3 +64,11 @@ def test_windows_take_a_share_of_the_memory_or_what_is_said() -> None:
 def test_a_bad_budget_names_the_variable_and_what_to_do(budget: str) -> None:
     with pytest.raises(SettingsError, match=f"SHOAL_STORE_MB={budget}: not a budget; set .* 4 or more.*cluster file"):
         Settings.from_environment({"SHOAL_STORE_MB": budget})
+
+
+def test_how_long_a_rank_waits_for_another() -> None:
+    assert Settings.from_environment({}).step_timeout_s == 15.0
+    assert Settings.from_environment({"SHOAL_STEP_TIMEOUT_S": "3"}).step_timeout_s == 3.0
+    for text in ("0", "soon", "1.5", "-1"):
+        with pytest.raises(SettingsError, match=f"SHOAL_STEP_TIMEOUT_S={text}: not a time; set whole seconds"):
+            Settings.from_environment({"SHOAL_STEP_TIMEOUT_S": text})

@@ -91,6 +91,54 @@ def test_starts_in_order_each_when_the_one_before_is_ready_and_stops_in_reverse(
     run_async(main())
 
 
+def test_children_that_wait_for_each_other_start_and_stop_together(run_async: RunAsync) -> None:
+    async def main() -> None:
+        world = World()
+        there, gone = asyncio.Barrier(2), asyncio.Barrier(2)
+
+        def rank(name: str) -> Child:
+            async def run(ready: Ready) -> None:
+                world.note(f"+{name}")
+                try:
+                    await there.wait()
+                    ready()
+                    await asyncio.Event().wait()
+                finally:
+                    await gone.wait()
+                    world.note(f"-{name}")
+
+            return Child(name, run)
+
+        task = await start(Supervisor("s", [rank("a"), rank("b")], together=True))
+        assert world.take() == ["+a", "+b"] and not task.done()
+        await stop(task)
+        assert sorted(world.take()) == ["-a", "-b"]
+
+    run_async(main())
+
+
+def test_one_of_several_that_start_together_and_fails_is_not_waited_for(run_async: RunAsync) -> None:
+    async def main() -> None:
+        world = World()
+
+        async def waits(ready: Ready) -> None:
+            world.note("+waits")
+            try:
+                await asyncio.Event().wait()
+            finally:
+                world.note("-waits")
+
+        async def fails(ready: Ready) -> None:
+            raise ValueError("no such model")
+
+        task = await start(Supervisor("s", [Child("waits", waits), Child("fails", fails)], together=True))
+        with pytest.raises(GaveUp, match="fails did not start: .*no such model") as raised:
+            await task
+        assert raised.value.child == "fails" and world.take() == ["+waits", "-waits"]
+
+    run_async(main())
+
+
 @pytest.mark.parametrize(
     ("strategy", "history"),
     [
