@@ -28,8 +28,8 @@ RETRY_S = 0.05
 class GroupSpec:
     """Which of how many ranks this one is. Rank 0 listens at `address` (host:port), where the others find it.
 
-    `timeout_s`: for how long a rank waits for another in a step, and `meet_s` when they meet; `num_redundant`: how many
-    copies of experts there are at least in each layer. `life` grows from each start of a rank to its next one.
+    `timeout_s`: for how long a rank waits for another in a step, and `meet_s` when they meet; `num_redundant`: copies
+    beyond one of each expert, at least so many in each layer. `life` grows from each start of a rank to its next one.
     """
 
     rank: int

@@ -89,7 +89,7 @@ def node(
     meet
         Where the first of these ranks listens for the others, as HOST:PORT.
     redundant
-        Of how many experts there are two copies at least in each layer of the group.
+        Copies beyond one of each expert, at least so many in each layer of the group.
     """
     from run.build import serving
     from run.cluster import DEFAULT_SLOTS, GroupPlace, ProcessSpec, num_cores, parse_actors

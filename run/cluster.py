@@ -54,7 +54,7 @@ class Member(NamedTuple):
 @dataclass(frozen=True)
 class GroupPlace:
     """A process's place in an expert-parallel group: its `rank` among the actors `ids`, and where rank 0 listens for
-    the others, host:port; at least `num_redundant` experts of each layer have a second copy."""
+    the others, host:port; each layer has at least `num_redundant` copies beyond one of each expert."""
 
     ids: tuple[str, ...]
     rank: int
