@@ -73,7 +73,7 @@ def traffic(
         whose = hot[late.astype(np.int64), rng.integers(NUM_HOT, size=num_reports)]
         found = np.repeat((1 - HOT_PART) * chances(parts, num_picks)[None], num_reports, axis=0)
         found[range(num_reports), whose] += HOT_PART * num_picks
-        return Traffic(np.minimum(found, 1.0), np.zeros_like(found))
+        return Traffic(found, np.zeros_like(found))
     moved = rng.permutation(num_experts)[: round(num_experts * CHANGED)]
     other = parts.copy()
     other[moved] = parts[np.roll(moved, 1)]
