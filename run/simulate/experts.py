@@ -99,7 +99,15 @@ def experts(
     began_s = time.monotonic()
     sizes, own_rows = _numbers("--ep", ep), _numbers("--rows", rows)
     machine = Machine(
-        *(hbm_tb_s, memory_gb, tflops, nvlink_gb_s, link_gbit_s, reached, overhead_us, read_gb_s, plan_ms)
+        hbm_tb_s=hbm_tb_s,
+        memory_gb=memory_gb,
+        tflops=tflops,
+        nvlink_gb_s=nvlink_gb_s,
+        link_gbit_s=link_gbit_s,
+        reached=reached,
+        overhead_us=overhead_us,
+        read_gb_s=read_gb_s,
+        plan_ms=plan_ms,
     )
     if min(*asdict(machine).values(), context, layers) <= 0 or reached > 1 or min(redundant, seed) < 0:
         raise SettingsError(
