@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -146,6 +147,7 @@ class Supervisor:
             error = cancelled
         except Exception as raised:
             log.debug("%s: %s", self.name, name, exc_info=raised)
+            _let_go(raised)
             error = raised
         exits.put_nowait(_Exit(name, task, error))
         return error
@@ -184,3 +186,10 @@ class Supervisor:
         for error in found:
             if error is not None:
                 raise error
+
+
+def _let_go(error: BaseException | None) -> None:
+    """An error is kept until the next one, and its frames keep all that the child had, such as an engine's weights."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -156,6 +157,32 @@ def test_a_crash_restarts_what_the_strategy_says(run_async: RunAsync, strategy: 
         await world.until(lambda: world.history == history)
         await stop(task)
         assert world.take()[len(history) :] == ["-c", "-b", "-a"]  # the order of the list, not of the restarts
+
+    run_async(main())
+
+
+def test_what_a_crashed_child_held_is_free_when_it_starts_again(run_async: RunAsync) -> None:
+    async def main() -> None:
+        world = World()
+        held: list[weakref.ref[World]] = []
+
+        async def run(ready: Ready) -> None:
+            weights = World()
+            world.note("free" if held and held[0]() is None else "+")
+            held.append(weakref.ref(weights))
+            ready()
+            await asyncio.sleep(0)
+            if len(held) > 1:
+                await asyncio.Event().wait()
+            try:
+                raise ValueError(weights.history)
+            except ValueError:
+                raise RuntimeError("boom") from None
+
+        task = await start(Supervisor("s", [Child("a", run)]))
+        await world.until(lambda: len(world.history) == 2)
+        await stop(task)
+        assert world.take() == ["+", "free"]
 
     run_async(main())
 
