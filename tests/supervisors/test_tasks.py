@@ -166,6 +166,9 @@ def test_what_a_crashed_child_held_is_free_when_it_starts_again(run_async: RunAs
         world = World()
         held: list[weakref.ref[World]] = []
 
+        def fail(weights: World) -> None:
+            raise ValueError(weights.history)
+
         async def run(ready: Ready) -> None:
             weights = World()
             world.note("free" if held and held[0]() is None else "+")
@@ -175,8 +178,9 @@ def test_what_a_crashed_child_held_is_free_when_it_starts_again(run_async: RunAs
             if len(held) > 1:
                 await asyncio.Event().wait()
             try:
-                raise ValueError(weights.history)
+                fail(weights)
             except ValueError:
+                del weights
                 raise RuntimeError("boom") from None
 
         task = await start(Supervisor("s", [Child("a", run)]))

@@ -1,0 +1,82 @@
+"""A decode group of two processes: the answers of one, and what becomes of it when a rank stands still or is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import openai
+import pytest
+
+from bus.bus import Delivery, decoder
+from bus.subjects import BROKEN
+from run.health import on_bus
+from schemas.experts import GroupBroken
+from schemas.message import Role
+from tests.stack.conftest import System, until
+from tests.stack.test_chaos import CHAT, MODEL, answer, internal_url
+
+pytestmark = pytest.mark.stack
+
+CLUSTER = """
+[[process]]
+name = "decode"
+actors = ["decode/d"]
+ep = 2
+redundant = 2
+threads = 1
+
+[[process]]
+name = "prefill"
+actors = ["prefill/p0"]
+threads = 1
+
+[[process]]
+name = "front"
+actors = [
+    "prefill-balancer/pb0", "decode-balancer/db0", "expert-balancer/xb0",
+    "entrypoint/e0", "recipe/r0", "gateway/g0",
+]
+"""
+
+
+def said(system: System) -> str:
+    with openai.OpenAI(base_url=f"{system.http}/v1", api_key="none", max_retries=0) as ai:
+        done = ai.chat.completions.create(model=MODEL, messages=CHAT, max_tokens=12, temperature=1, seed=3)  # type: ignore[call-overload]
+    return str(done.choices[0].message.content)
+
+
+def test_a_group_answers_as_one_process_does_and_comes_back_from_a_rank_that_is_gone(
+    stack: System, tmp_path: Path
+) -> None:
+    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    system = System(tmp_path, {"SHOAL_STEP_TIMEOUT_S": "2"}, cluster=tmp_path / "cluster.toml")
+    expected = said(stack)
+    broken: list[GroupBroken] = []
+
+    async def main() -> None:
+        assert await asyncio.to_thread(said, system) == expected
+        first = system.ready.pids["decode"]
+        async with on_bus(internal_url(system), name="test") as bus:
+
+            def on_delivery(delivery: Delivery) -> None:
+                broken.append(decoder(GroupBroken).decode(delivery.body))
+
+            await bus.wire.subscribe(BROKEN.at(Role.DECODE).name, on_delivery)
+            async with openai.AsyncOpenAI(base_url=f"{system.http}/v1", api_key="none", max_retries=0) as ai:
+                running = [asyncio.create_task(answer(ai, 3000, seed)) for seed in range(2)]  # one on each rank
+                await asyncio.sleep(0.5)
+                os.kill(first[0], signal.SIGSTOP)
+                assert [code for _, code in await asyncio.gather(*running)] == ["worker_lost"] * 2
+            await until(lambda: broken)
+        assert (broken[0].id, broken[0].ranks) == ("d-1", ["d-0", "d-1"]) and "Timed out" in broken[0].reason
+        os.kill(first[0], signal.SIGKILL)  # its supervisor would, after some more pings
+        await until(lambda: system.ready.pids["decode"][0] not in (first[0], None))
+        assert await asyncio.to_thread(said, system) == expected
+
+    try:
+        asyncio.run(main())
+    finally:
+        assert system.stop() == 0
