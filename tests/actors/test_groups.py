@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from actors.balancers.actor import Balancer
 from actors.decode.actor import Decode
 from actors.prefill.actor import Prefill
 from bus.ranks import GroupLost, GroupOf
@@ -238,8 +239,10 @@ def test_requests_of_a_lost_group_end_once_and_it_comes_back(role: Role, is_kill
             with pytest.raises(GroupError, match="connection closed" if is_killed else "timed out"):
                 async with asyncio.timeout(60):
                     await system.tasks[ids[0]]
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(0.5):  # also those of one that stands still
                 await asyncio.gather(*(system.listener.over(name).wait() for name in names))
+            balancer = system.actors[f"{role}-balancer/{role[0]}b0"]
+            assert isinstance(balancer, Balancer) and balancer.ledger.num_replicas == 0
             ends = system.listener.ends.values()
             assert any(map(lost, ends)) and all(lost(end) or (end == LENGTH and role is Role.PREFILL) for end in ends)
             if not is_killed:
