@@ -7,9 +7,10 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from cyclopts import Parameter
 from rich.console import Console
 
 from run.settings import Settings, SettingsError
@@ -37,15 +38,7 @@ def experts(
     redundant: int = 32,
     context: int = 32_768,
     seed: int = 0,
-    memory_gb: float = MACHINE.memory_gb,
-    hbm_tb_s: float = MACHINE.hbm_tb_s,
-    tflops: float = MACHINE.tflops,
-    nvlink_gb_s: float = MACHINE.nvlink_gb_s,
-    link_gbit_s: float = MACHINE.link_gbit_s,
-    reached: float = MACHINE.reached,
-    overhead_us: float = MACHINE.overhead_us,
-    read_gb_s: float = MACHINE.read_gb_s,
-    plan_ms: float = MACHINE.plan_ms,
+    machine: Annotated[Machine, Parameter(name="*")] = MACHINE,
     json: bool = False,
     record: Path | None = None,
 ) -> None:
@@ -69,24 +62,6 @@ def experts(
         Tokens that each row's request has behind it.
     seed
         Of all that is drawn.
-    memory_gb
-        A rank's memory.
-    hbm_tb_s
-        Its bandwidth.
-    tflops
-        FP8 arithmetic of a rank.
-    nvlink_gb_s
-        What a rank sends in a second to others of its node of eight.
-    link_gbit_s
-        The same, to ranks of other nodes.
-    reached
-        Which part of these speeds is reached.
-    overhead_us
-        Of each layer: launches, and the way through the network and back.
-    read_gb_s
-        What a rank loads experts with that move.
-    plan_ms
-        What planning takes, a layer.
     json
         Print one JSON object in place of tables.
     record
@@ -98,18 +73,7 @@ def experts(
         return
     began_s = time.monotonic()
     sizes, own_rows = _numbers("--ep", ep), _numbers("--rows", rows)
-    machine = Machine(
-        hbm_tb_s=hbm_tb_s,
-        memory_gb=memory_gb,
-        tflops=tflops,
-        nvlink_gb_s=nvlink_gb_s,
-        link_gbit_s=link_gbit_s,
-        reached=reached,
-        overhead_us=overhead_us,
-        read_gb_s=read_gb_s,
-        plan_ms=plan_ms,
-    )
-    if min(*asdict(machine).values(), context, layers) <= 0 or reached > 1 or min(redundant, seed) < 0:
+    if min(*asdict(machine).values(), context, layers) <= 0 or machine.reached > 1 or min(redundant, seed) < 0:
         raise SettingsError(
             "sizes and speeds must be positive, --reached at most 1, --redundant and --seed not below 0"
         )

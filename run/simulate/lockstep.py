@@ -48,7 +48,11 @@ class Machine:
     """What ranks run on: an H200 each, as its data sheet says, eight to a node with a 400 Gb/s link each."""
 
     hbm_tb_s: float = 4.8
+    """What a rank reads of its memory in a second."""
+
     memory_gb: float = 141.0
+    """Of a rank."""
+
     tflops: float = 1979.0
     """FP8 without sparsity. FP4 weights are expanded to FP8 on their way: there is no FP4 arithmetic."""
 

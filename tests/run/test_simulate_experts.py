@@ -196,7 +196,7 @@ def test_the_command_prints_one_object_or_refuses(capsys: pytest.CaptureFixture[
     found = json.loads(capsys.readouterr().out)
     assert len(found["steady"]) == len(WORKLOADS) * 2 and found["moving"] == []
     assert found["assumed"]["hbm_tb_s"] == 4.8 and found["simulated_layers"] == 1
-    for wrong in ({"ep": "8,x"}, {"rows": "0"}, {"reached": 1.5}, {"layers": 0}):
+    for wrong in ({"ep": "8,x"}, {"rows": "0"}, {"machine": Machine(reached=1.5)}, {"layers": 0}):
         with pytest.raises(SettingsError):
             experts(**wrong)  # type: ignore[arg-type]
     with pytest.raises(SettingsError, match="twice"):
