@@ -54,6 +54,8 @@ class Chat:
                 return 0
             if line == "/new":
                 self._messages.clear()
+            elif line.startswith("/") and " " not in line:
+                say("/new starts over, /quit ends, Ctrl-C cancels an answer", style="dim")
             elif line:
                 self._answer(line)
 

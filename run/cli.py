@@ -15,10 +15,20 @@ app = App(
 )
 bench = App(name="bench", help="Benchmarks: one table each, or one JSON object with --json.")
 
+TRAIN = """Train shoal-tiny on this machine's CPU, or go on training it, in FOLDER.
+
+The state is saved every few minutes, and in the end or on Ctrl-C, when the model is written too: to FOLDER/model, which
+can be served (SHOAL_MODEL=FOLDER/model). However often it was stopped, the same seed, steps and number of processes
+give the same model. Draft stages begin anew with it: train them last, with `shoal train drafts`."""
+
+EVAL = """What a model can do, on examples it has not seen, asked through the API of the system that runs.
+
+`drafts` and `replay` need none: they compute here. Status 1 if a request failed."""
+
 app.command(bench)
 app.command("run.checkpoint:app", name="checkpoint", help="Make the bundled tiny checkpoint, or look into one.")
-app.command("run.train.command:app", name="train", help="Train shoal-tiny on this machine's CPU, in resumable pieces.")
-app.command("run.evaluate.command:app", name="eval", help="What a model can do, on examples it has not seen.")
+app.command("run.train.command:app", name="train", help=TRAIN)
+app.command("run.evaluate.command:app", name="eval", help=EVAL)
 app.command("run.simulate.command:app", name="simulate", help="Compare policies of balancing on a workload.")
 bench.command("run.bench.bus:bench_bus", name="bus", help="What the bus costs, beside raw nats-py.")
 bench.command("run.bench.engine:bench_engine", name="engine", help="Tokens per second of the engine, and their cost.")

@@ -76,6 +76,8 @@ def skills(
         Print one JSON object instead of tables.
     """
     _check(num, max_tokens, at_once)
+    if first < 0:
+        raise SettingsError(f"--first {first}: must not be negative")
     chosen = tasks_of(tasks)
     client = GatewayClient(Settings.from_environment(), url, key)
     try:
@@ -195,7 +197,7 @@ def replay(
 
 def _check(num: int, max_tokens: int, at_once: int = 1) -> None:
     if min(num, max_tokens, at_once) < 1:
-        raise SettingsError("--num, --max-tokens and --at-once must be positive")
+        raise SettingsError("numbers of prompts, tokens and requests at once must be positive")
 
 
 def _open(place: Path, questions: list[Question]) -> tuple[Model, list[Prompt]]:
@@ -216,7 +218,7 @@ def _console() -> Console:
 @contextmanager
 def progress(num: int, *, is_quiet: bool) -> Iterator[Callable[[], None]]:
     """A bar of `num` steps with the time left, on standard error; what it gives is called after each."""
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("left"))
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=is_quiet) as bar:
         task = bar.add_task("", total=num)
         yield lambda: bar.advance(task)

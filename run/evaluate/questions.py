@@ -31,7 +31,7 @@ class Question:
 
 def tasks_of(names: str) -> list[str]:
     """The tasks of a list with commas between, all of them for an empty one. Raises SettingsError."""
-    chosen = [name.strip() for name in names.split(",") if name.strip()] or list(TASKS)
+    chosen = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip())) or list(TASKS)
     if unknown := [name for name in chosen if name not in TASKS]:
         raise SettingsError(f"--tasks {names}: there is no {unknown[0]!r}; there are {', '.join(TASKS)}")
     return chosen

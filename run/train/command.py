@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cyclopts
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -28,6 +28,7 @@ app = cyclopts.App(name="train")
 
 _SAVE_S = 180.0
 _LOG_STEPS = 20
+_TELL_S = 0.5
 _REFUSED = 3
 """How a process ends that cannot go on from the state there is."""
 _BACKBONE, _DRAFTS = ("state.pt", "log.jsonl"), ("drafts.pt", "drafts.jsonl")
@@ -61,7 +62,7 @@ def train(folder: Path, *, minutes: float = 90, seed: int = 1, processes: int = 
         run.prepare()
     except OSError as error:
         return _refused(error)
-    return _spawn(run, minutes, seed, processes, is_drafts=False)
+    return _spawn(run, minutes, seed, processes, is_drafts=False).status
 
 
 @app.command
@@ -94,10 +95,12 @@ def drafts(folder: Path, *, minutes: float = 30, seed: int = 1, processes: int =
     if not run.has_model:
         print(f"shoal: there is no model in {run.model}: shoal train {folder}", file=sys.stderr)
         return 1
-    if status := _spawn(run, minutes, seed, processes, is_drafts=True):
-        return status
-    _calibrate(run.model, num)
-    return 0
+    ended = _spawn(run, minutes, seed, processes, is_drafts=True)
+    if ended.was_stopped:
+        print("the drafts are not calibrated; the same command goes on, and does that in the end")
+    elif not ended.status:
+        _calibrate(run.model, num)
+    return ended.status
 
 
 def _check(plan: Plan, minutes: float, processes: int) -> None:
@@ -126,35 +129,49 @@ def _calibrate(model: Path, num: int) -> None:
     print(f"{found['accepted_length']:.2f} tokens a step; error of the confidence {before:.1f} %, now {after:.1f} %")
 
 
-def _spawn(run: RunFolder, minutes: float, seed: int, processes: int, *, is_drafts: bool) -> int:
-    """Train in processes of their own. Returns the exit status, 1 where it was said why they cannot go on."""
+class _Ended(NamedTuple):
+    """How training ended: `status` 1 where it was said why it cannot go on."""
+
+    status: int
+    was_stopped: bool = False
+
+
+def _spawn(run: RunFolder, minutes: float, seed: int, processes: int, *, is_drafts: bool) -> _Ended:
+    """Train in processes of their own. Raises SettingsError while another command trains in the folder."""
     from torch.multiprocessing.spawn import ProcessExitedException, spawn
 
     try:
+        run.acquire()
         run.begin_log()
     except OSError as error:
-        return _refused(error)
+        return _Ended(_refused(error))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # one ends with the other: no news
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the processes too, until they can save
+    signals, stops = (signal.SIGINT, signal.SIGTERM), list[int]()
+    # The processes ignore SIGINT too, until they can save.
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in signals}
     try:
         started = spawn(_work, (processes, address, run, minutes * 60, seed, is_drafts), processes, join=False)
-        signal.signal(signal.SIGINT, lambda *_: _stop(started.pids()))
-        while not started.join():
-            pass
+        for number in signals:
+            signal.signal(number, lambda number, _: stops.append(number))
+        while not started.join(timeout=_TELL_S):
+            if stops:
+                _stop(started.pids())  # again and again: one that is starting does not hear it yet
     except ProcessExitedException as error:
         if error.exit_code != _REFUSED:
             raise
-        return 1
+        return _Ended(1)
     finally:
-        signal.signal(signal.SIGINT, before)
-    return 0
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        run.release()
+    return _Ended(0, bool(stops))
 
 
 def _stop(pids: Sequence[int]) -> None:
-    """Have the processes save and end: a terminal told them itself, whoever signals this process alone did not."""
+    """Have the processes save and end."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGINT)
@@ -206,6 +223,7 @@ def _run(trainer: Steps[Any], run: RunFolder | None, seconds: float) -> None:
     saved = time.monotonic()
     until, stops = saved + seconds, []
     signal.signal(signal.SIGINT, lambda *_: stops.append(True))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # whoever started us tells us
     columns = (
         TextColumn("{task.fields[stage]}"),
         BarColumn(),
@@ -229,6 +247,7 @@ def _run(trainer: Steps[Any], run: RunFolder | None, seconds: float) -> None:
                     run.save(trainer.state())
                     saved = time.monotonic()
             bar.update(line, completed=trainer.step)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # told again, it would not live to save
     if run is not None and reports:
         run.log(reports)
 

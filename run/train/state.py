@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from run.checkpoint import DEFAULT_SEED, make
+from run.settings import SettingsError
 
 
 class RunFolder:
@@ -20,6 +22,24 @@ class RunFolder:
     def __init__(self, path: Path, state: str = "state.pt", log: str = "log.jsonl") -> None:
         self.model = path / "model"
         self._state, self._log = path / state, path / log
+        self._lock: int | None = None
+
+    def acquire(self) -> None:
+        """Claim the folder for this process. Raises SettingsError while another one trains in it, or OSError."""
+        self._lock = os.open(self.model.parent / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.release()
+            raise SettingsError(
+                f"{self.model.parent}: another `shoal train` is at work there; stop it, or give another folder"
+            ) from None
+
+    def release(self) -> None:
+        """Let the next one have it. Idempotent."""
+        if self._lock is not None:
+            os.close(self._lock)
+        self._lock = None
 
     def prepare(self) -> None:
         """Make what a new run begins with: a model, untrained, with its tokenizer. Raises OSError."""

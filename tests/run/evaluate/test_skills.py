@@ -163,6 +163,8 @@ def test_mistakes_are_one_line(server: Server, capsys: pytest.CaptureFixture[str
         skills(url=server.url, tasks="recall,magic")
     with pytest.raises(SettingsError, match="must be positive"):
         skills(url=server.url, num=0)
+    with pytest.raises(SettingsError, match="--first -1"):
+        skills(url=server.url, first=-1)
     assert skills(url="http://127.0.0.1:9") == 1
     server.models = []
     assert skills(url=server.url) == 1

@@ -61,3 +61,14 @@ def test_what_is_no_state_is_refused(tmp_path: Path) -> None:
     (tmp_path / "state.pt").write_bytes(b"junk")
     with pytest.raises(ValueError, match=r"state\.pt: not a state of a run"):
         folder.load()
+
+
+def test_only_one_command_trains_in_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    one, drafts = RunFolder(tmp_path), RunFolder(tmp_path, "drafts.pt", "drafts.jsonl")
+    one.acquire()
+    with pytest.raises(SettingsError, match="another `shoal train` is at work there"):
+        drafts.acquire()
+    one.release()
+    drafts.acquire()
+    drafts.release()
