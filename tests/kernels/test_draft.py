@@ -86,7 +86,7 @@ def test_golden_drafts_from_golden_taps(mini_bf16: Model, folder: str, dtype: st
     if dtype == "fp32":
         checkpoint = Checkpoint(path)
         embed, head = (checkpoint.tensor(f"{name}.weight", 256, 96) for name in ("embed", "head"))
-        drafter = Drafter(config, checkpoint, embed, head, keep)
+        drafter = Drafter(config, checkpoint, embed, head, keep, None)
     assert drafter is not None
     raw = load_file(path / f"dspark_{dtype}.safetensors")
     data = {name.removeprefix("p05."): value for name, value in raw.items()}
