@@ -122,12 +122,11 @@ async def _run(folder: Path, spec: GroupSpec | None, num_requests: int) -> dict[
     if member is not None:
         empty, _ = await _steps(engine, [], NUM_STEPS)
         empty_s = statistics.median(empty)
-        places = member.places
         moving = asyncio.create_task(_move(engine))
         moving_s, _ = await _steps(engine, keys, NUM_STEPS)
         moving.cancel()
         await asyncio.gather(moving, return_exceptions=True)
-        assert any((now != then).any() for now, then in zip(member.places, places, strict=True)), "nothing has moved"
+        assert member.version > 0, "nothing has moved"
     experts = engine.expert_bytes
     await engine.close()
     return {
