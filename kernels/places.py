@@ -10,10 +10,13 @@ Places = npt.NDArray[np.int64]
 
 
 def num_redundant(num_experts: int, num_ranks: int, at_least: int) -> int:
-    """The smallest number of copies from `at_least` on with which ranks have equally many (spec serving K4, EPLB).
+    """How many places there are beyond one for each expert: the fewest, `at_least` or more, that give every rank the
+    same number (spec/serving.md K4, EPLB). It also fixes the layout when the number of ranks changes.
 
     Raises ValueError when a rank would need two copies of an expert.
     """
+    if num_experts < 1 or num_ranks < 1 or at_least < 0:
+        raise ValueError(f"{num_experts} experts and {at_least} more on {num_ranks} ranks")
     extra = at_least + -(num_experts + at_least) % num_ranks
     if extra > num_experts * (num_ranks - 1):
         raise ValueError(

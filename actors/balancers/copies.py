@@ -11,20 +11,6 @@ Loads = NDArray[np.float64] | NDArray[np.int64]
 Ints = NDArray[np.int64]
 
 
-def num_redundant(num_experts: int, ep_size: int, at_least: int) -> int:
-    """How many slots there are beyond one for each expert: the fewest, `at_least` or more, that give every rank the
-    same number (spec/serving.md K4, EPLB). It also fixes the layout when the number of ranks changes.
-
-    Raises ValueError when that is more slots than a rank has experts to hold: an expert is on a rank once.
-    """
-    if num_experts < 1 or ep_size < 1 or at_least < 0:
-        raise ValueError(f"{num_experts} experts and {at_least} more on {ep_size} ranks")
-    extra = at_least + -(num_experts + at_least) % ep_size
-    if num_experts + extra > num_experts * ep_size:
-        raise ValueError(f"{at_least} more copies of {num_experts} experts: {ep_size} ranks would hold one twice")
-    return extra
-
-
 def replicate(loads: Loads, num_slots: int, ep_size: int) -> Ints:
     """How many copies of each expert, `[experts]`: at least one, at most `ep_size`, `num_slots` together.
 

@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.balancers.assignment import assign
-from actors.balancers.copies import Ints, Loads, num_redundant, replicate
+from actors.balancers.copies import Ints, Loads, replicate
 from actors.balancers.packing import pack
+from kernels.places import first_places, num_redundant
 
 MIN_GAIN = 0.05
 """A layer is changed when its most loaded rank has at least this part less to compute: experts that move take the
@@ -41,8 +42,7 @@ class Placement:
     def contiguous(cls, num_experts: int, ep_size: int, at_least: int) -> Placement:
         """What a group starts with, before loads are known: experts in their order, the superfluous slots for the
         first ones again. Raises ValueError as `num_redundant`."""
-        num_slots = num_experts + num_redundant(num_experts, ep_size, at_least)
-        return _placement((np.arange(num_slots) % num_experts).reshape(ep_size, -1))
+        return _placement(first_places(num_experts, ep_size, at_least))
 
     @cached_property
     def copies(self) -> tuple[tuple[tuple[int, int], ...], ...]:

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from actors.balancers import packing
-from actors.balancers.copies import num_redundant, replicate
+from actors.balancers.copies import replicate
 from actors.balancers.packing import pack
 from actors.balancers.placement import Placement, Plan, moves, plan, settle
+from kernels.places import num_redundant
 
 Ints = NDArray[np.int64]
 
