@@ -12,7 +12,7 @@ import torch
 from kernels.checkpoint import Checkpoint
 from kernels.config import ConfigError, LayerRole, ModelConfig
 from kernels.group import Group
-from kernels.ops.experts import Fp4Weights, Routes, run_experts, run_fp4_experts
+from kernels.ops.experts import Fp4Weights, Routes, add_picks, run_experts, run_fp4_experts
 from kernels.ops.linear import by_columns
 from kernels.ops.quant import fp8_qdq
 from kernels.ops.rounding import Rounding, keep
@@ -172,11 +172,7 @@ class SpreadExperts:
         )
         out = torch.empty(len(flat), self._dim, device=x.device)
         out[order] = self._group.ask(sent, torch.bincount(rank, minlength=self._group.size), self._answer)
-        picked = out.view(num_rows, num_picks, self._dim)
-        total = picked[:, 0]
-        for pick in range(1, num_picks):
-            total = total + picked[:, pick]
-        return total
+        return add_picks(out.view(num_rows, num_picks, self._dim))
 
     def serve(self) -> None:
         nothing = torch.empty(0, self._dim + 2, device=self._group.device)

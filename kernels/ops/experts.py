@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import NamedTuple
 
 import numpy as np
@@ -87,11 +88,12 @@ def run_experts(
     weights[tiles.place, 0] = routes.weights.numpy().ravel()
     hidden = quantize(rounding(h.mul_(torch.from_numpy(weights))))
     out = rounding(_per_expert(hidden.numpy(), w2.numpy(), tiles)).numpy()
-    picked = out[tiles.place].reshape(num_rows, num_picks, -1)
-    total = picked[:, 0]
-    for pick in range(1, num_picks):
-        total = total + picked[:, pick]
-    return torch.from_numpy(total)
+    return add_picks(torch.from_numpy(out[tiles.place].reshape(num_rows, num_picks, -1)))
+
+
+def add_picks(outputs: torch.Tensor) -> torch.Tensor:
+    """The sum over the picks of each row, `outputs` [rows, picks, dim] fp32 -> [rows, dim], added in pick order."""
+    return reduce(torch.add, outputs.unbind(1))
 
 
 class Fp4Weights(NamedTuple):

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.ops.experts import Fp4Weights, Routes
+from kernels.ops.experts import Fp4Weights, Routes, add_picks
 from kernels.ops.gpu.numbers import contiguous_bytes, e2m1_value, e8m0_value, maybe_bf16, power_of_two, rounds
 from kernels.ops.gpu.quant import FP8, Codes, to_codes
 from kernels.ops.linear import linear
@@ -40,10 +40,7 @@ def run_experts(
         if len(at[0]):
             h = activate(rounding(linear(x[at[0]], w13[expert])), limit).mul_(routes.weights[at].unsqueeze(1))
             out[at] = rounding(linear(quantize(rounding(h)), w2[expert]))
-    total = out[:, 0]
-    for pick in range(1, out.shape[1]):
-        total = total + out[:, pick]
-    return total
+    return add_picks(out)
 
 
 def run_fp4_experts(
