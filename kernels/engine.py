@@ -30,6 +30,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kernels.constraint import Constraint, Logprobs
 from kernels.places import Places
 
 Tokens = npt.NDArray[np.uint32]
@@ -42,11 +43,17 @@ BLOCK_TOKENS = 128
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """A token is argmax(logits / temperature + Gumbel(seed, position)) after top-p; temperature 0 is greedy."""
+    """A token is argmax(logits / temperature + Gumbel(seed, position)) after top-p; temperature 0 is greedy.
+
+    The end-of-sequence token is not sampled for positions before `first_end`. `top_logprobs`: how many of the likeliest
+    tokens `Engine.logprobs` names beside the one sampled; -1: it is not asked.
+    """
 
     temperature: float
     top_p: float
     seed: int
+    first_end: int = 0
+    top_logprobs: int = -1
 
 
 class Admission(Enum):
@@ -208,6 +215,10 @@ class Engine(Protocol):
         """
         ...
 
+    def constrain(self, key: str, constraint: Constraint) -> None:
+        """Sample only what it allows, from the next step on. It is told of each token. Not while a step is running."""
+        ...
+
     async def resume(self, key: str, prefix: Prefix) -> int:
         """Fill an admitted slot, its images attached, with blocks of its prompt. The position prefill goes on from:
         the end of the prefix, or one window (of the published model: a block) before it when there are no windows.
@@ -254,8 +265,12 @@ class Engine(Protocol):
 
         How many there are depends on how well they were foreseen; which they are does not. What follows an
         end-of-sequence token is what the model would go on with. None at all: what was computed of that request are no
-        numbers, and it cannot go on; free it.
+        numbers, or its constraint cannot say what is allowed: it cannot go on; free it.
         """
+        ...
+
+    def logprobs(self, key: str) -> list[Logprobs]:
+        """Of each token of the request's last step, if its sampling asks for them (else ValueError)."""
         ...
 
     def free(self, key: str) -> None:

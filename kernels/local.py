@@ -15,7 +15,18 @@ import torch
 from kernels.batch import Batch
 from kernels.cache import StatePool
 from kernels.config import ModelConfig
-from kernels.engine import BLOCK_TOKENS, Admission, Chunk, EngineInfo, GroupError, ImageRows, Prefix, Sampling, Tokens
+from kernels.constraint import Constraint, Logprobs
+from kernels.engine import (
+    BLOCK_TOKENS,
+    Admission,
+    Chunk,
+    EngineInfo,
+    GroupError,
+    ImageRows,
+    Prefix,
+    Sampling,
+    Tokens,
+)
 from kernels.group import Group, GroupSpec
 from kernels.kvlayout import KVLayout
 from kernels.kvpages import num_blocks_of
@@ -133,6 +144,9 @@ class LocalEngine:
             raise ValueError(f"request {key}: embeddings of an image are not finite")  # a batch would fail with it
         request.images = found
 
+    def constrain(self, key: str, constraint: Constraint) -> None:
+        self._requests[key].constraint = constraint
+
     async def prefill(self, chunks: Sequence[Chunk]) -> int:
         requests = self._requests.to_prefill(chunks)
         for request, chunk in zip(requests, chunks, strict=True):
@@ -168,6 +182,9 @@ class LocalEngine:
     async def decode(self, keys: Sequence[str]) -> list[list[int]]:
         requests = self._requests.to_decode(keys)
         return await self._step(lambda steps: steps.decode(requests)) if requests or self._member else []
+
+    def logprobs(self, key: str) -> list[Logprobs]:
+        return self._requests.told(key)
 
     def free(self, key: str) -> None:
         request = self._requests.pop(key)
@@ -239,7 +256,7 @@ class LocalEngine:
         space = _space(revision(self._folder), self._config, self._compute_dtype, self._device)
         self._info = dataclasses.replace(self._info, space=space)
         lockstep = Lockstep(group, model)
-        self._steps = Stepping(model, pool, lockstep, self._drafts)
+        self._steps = Stepping(model, pool, lockstep, self._drafts, self._info.eos_token)
         self._member = None if group is None else LocalMember(group, lockstep, self._thread)
 
 

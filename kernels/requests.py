@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from kernels.engine import BLOCK_TOKENS, Admission, Chunk, EngineInfo, ImageRows, Prefix, Sampling, StateError
+from kernels.constraint import Constraint, Logprobs
+from kernels.engine import (
+    BLOCK_TOKENS,
+    Admission,
+    Chunk,
+    EngineInfo,
+    ImageRows,
+    Prefix,
+    Sampling,
+    StateError,
+)
 
 NONE = -1  # no token
 
@@ -15,7 +25,7 @@ NONE = -1  # no token
 class Request:
     """One admitted request: `num_tokens` of its state are computed, `last` is sampled and not yet fed (or NONE).
 
-    Of its first `bounded_prompt` tokens the decoder layers compute the last window only.
+    Of its first `bounded_prompt` tokens the decoder layers compute the last window only. `logprobs`: of its last step.
     """
 
     num_reserved: int
@@ -23,6 +33,8 @@ class Request:
     bounded_prompt: int = 0
     num_tokens: int = 0
     last: int = NONE
+    constraint: Constraint | None = None
+    logprobs: list[Logprobs] = field(default_factory=list)
 
 
 R = TypeVar("R", bound=Request)
@@ -41,9 +53,7 @@ class Requests(Generic[R]):
     def __getitem__(self, key: str) -> R:
         return self._requests[key]
 
-    def admit(
-        self, key: str, num_tokens: int, sampling: Sampling, info: EngineInfo, bounded_prompt: int
-    ) -> Admission:
+    def admit(self, key: str, num_tokens: int, sampling: Sampling, info: EngineInfo, bounded_prompt: int) -> Admission:
         """Raises ValueError when the key is admitted already, or for numbers that make no sense."""
         if key in self._requests:
             raise ValueError(f"request {key} is already admitted")
@@ -82,6 +92,13 @@ class Requests(Generic[R]):
             _check_whole(key, request)
             _check_room(key, request, int(request.last != NONE))
         return requests
+
+    def told(self, key: str) -> list[Logprobs]:
+        """Those of its last step. Raises KeyError, or ValueError when its sampling asks for none."""
+        request = self._requests[key]
+        if request.sampling.top_logprobs < 0:
+            raise ValueError(f"request {key} asked for no logprobs")
+        return request.logprobs
 
     def to_export(self, key: str) -> R:
         """Raises KeyError, or ValueError when there is nothing to export."""

@@ -9,8 +9,10 @@ import torch
 
 from kernels.batch import Batch
 from kernels.cache import StatePool
+from kernels.constraint import Bits, Logprobs
 from kernels.engine import Chunk
 from kernels.lockstep import Lockstep
+from kernels.masks import Rows, mask_
 from kernels.model import Model
 from kernels.requests import NONE
 from kernels.slots import SlotRequest
@@ -23,8 +25,9 @@ class Stepping:
     In a group each step is one of all ranks; one that has nothing to compute serves the others with its experts.
     """
 
-    def __init__(self, model: Model, pool: StatePool, lockstep: Lockstep, drafts: bool) -> None:
+    def __init__(self, model: Model, pool: StatePool, lockstep: Lockstep, drafts: bool, end_token: int) -> None:
         self.model, self.pool, self.lockstep = model, pool, lockstep
+        self._end_token = end_token
         self._drafts = drafts and model.drafter is not None
 
     def prefill(self, requests: Sequence[SlotRequest], chunks: Sequence[Chunk]) -> int:
@@ -54,7 +57,7 @@ class Stepping:
         room = [max(0, request.num_reserved - request.num_tokens - 1) for request in fed]
         wants_drafts = self._drafts and any(room)
         agreed = self.lockstep.begin(is_busy=bool(requests), drafts=wants_drafts, rows=bool(fed))
-        drafts = self._draft(fed, room, agreed.drafts)
+        drafts, allowed = _allow(fed, self._draft(fed, room, agreed.drafts))
         rows = []
         if fed:
             runs = [
@@ -69,27 +72,51 @@ class Stepping:
         if not rows:
             return []
         starts = [request.num_tokens for request in fed] + [request.num_tokens - 1 for request in fresh]
-        new = self._sample([*fed, *fresh], starts, [*drafts, *([] for _ in fresh)], torch.cat(rows))
+        none, first = _allow(fresh, [[] for _ in fresh])
+        new = self._sample([*fed, *fresh], starts, [*drafts, *none], [*allowed, *first], torch.cat(rows))
         return [new[request.slot] for request in requests]
 
     def _sample(
-        self, requests: Sequence[SlotRequest], starts: Sequence[int], drafts: list[list[int]], rows: torch.Tensor
+        self,
+        requests: Sequence[SlotRequest],
+        starts: Sequence[int],
+        drafts: list[list[int]],
+        allowed: Sequence[Bits | None],
+        rows: torch.Tensor,
     ) -> dict[int, list[int]]:
-        """The new tokens by slot: none where what was computed are no numbers. Takes back what was drafted in vain."""
+        """The new tokens by slot: none where what was computed are no numbers, or a constraint cannot say what is
+        allowed. Takes back what was drafted in vain."""
         logits = self.model.logits(rows)
         is_sound = ~logits.isnan().any(1)
         if not bool(is_sound.all()):
             logits = logits.masked_fill(~is_sound.unsqueeze(1), 0.0)  # of requests that end here
+        counts = [1 + len(drafted) for drafted in drafts]
+        told = [
+            torch.log_softmax(own.double(), 1) if request.sampling.top_logprobs >= 0 else None
+            for request, own in zip(requests, torch.split(logits, counts), strict=True)
+        ]
+        is_stuck = [bits is not None and not len(bits) for bits in allowed]
+        masks = [
+            Rows(num, start + 1, request.sampling.first_end, None if stuck else bits)
+            for num, start, request, bits, stuck in zip(counts, starts, requests, allowed, is_stuck, strict=True)
+        ]
+        mask_(logits, masks, self._end_token, self.model.config.image_token_id)
         found = verify(logits, drafts, starts, [request.sampling for request in requests])
         new: dict[int, list[int]] = {}
-        sound = torch.split(is_sound, [1 + len(drafted) for drafted in drafts])
-        for request, start, tokens, each in zip(requests, starts, found, sound, strict=True):
-            if not bool(each.all()):
+        sound = torch.split(is_sound, counts)
+        for request, start, tokens, each, stuck, log in zip(
+            requests, starts, found, sound, is_stuck, told, strict=True
+        ):
+            if stuck or not bool(each.all()):
                 new[request.slot] = []
                 continue
             request.num_tokens = start + len(tokens)
             self.pool.truncate(request.slot, request.num_tokens)
             request.last, request.hidden = tokens[-1], None
+            if request.constraint is not None:
+                request.constraint.accept(tokens)
+            if log is not None:
+                request.logprobs = _logprobs(log, tokens, request.sampling.top_logprobs)
             new[request.slot] = tokens
         return new
 
@@ -104,3 +131,24 @@ class Stepping:
         runs = [(request.slot, request.last) for request in requests]
         tokens = drafter.draft(runs, [request.sampling for request in requests], self.pool).tokens.tolist()
         return [drafted[:most] for drafted, most in zip(tokens, room, strict=True)]
+
+
+def _allow(requests: Sequence[SlotRequest], drafts: Sequence[list[int]]) -> tuple[list[list[int]], list[Bits | None]]:
+    """Those of the drafts that the requests' constraints allow, and what they allow at each place."""
+    allowed = [
+        None if request.constraint is None else request.constraint.allow(drafted)
+        for request, drafted in zip(requests, drafts, strict=True)
+    ]
+    kept = [
+        drafted if bits is None else drafted[: max(len(bits) - 1, 0)]
+        for drafted, bits in zip(drafts, allowed, strict=True)
+    ]
+    return kept, allowed
+
+
+def _logprobs(log: torch.Tensor, tokens: Sequence[int], num_top: int) -> list[Logprobs]:
+    """Of sampled `tokens` and the likeliest beside them: `log` [rows, vocab] fp64, at least as many rows as tokens."""
+    values, ids = log[: len(tokens)].topk(num_top, 1)
+    tops = [list(zip(*pair, strict=True)) for pair in zip(ids.tolist(), values.tolist(), strict=True)]
+    sampled = log[range(len(tokens)), list(tokens)].tolist()
+    return [Logprobs(one, top) for one, top in zip(sampled, tops, strict=True)]

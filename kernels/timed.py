@@ -12,6 +12,7 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
+from kernels.constraint import Constraint, Logprobs
 from kernels.engine import (
     BLOCK_TOKENS,
     Admission,
@@ -190,6 +191,12 @@ class TimedEngine:
         await asyncio.sleep((self._cost.step_ns + self._cost.decode_row_ns * len(keys)) / 1e9)
         return [self._accepted(request) for request in requests]
 
+    def constrain(self, key: str, constraint: Constraint) -> None:
+        self._requests[key].constraint = constraint
+
+    def logprobs(self, key: str) -> list[Logprobs]:
+        return self._requests.told(key)
+
     def free(self, key: str) -> None:
         self._requests.pop(key)
 
@@ -215,19 +222,45 @@ class TimedEngine:
         if request.last != NONE:
             room = request.num_reserved - request.num_tokens
             num = min(1 + _mix(request.digest) % self._most_accepted, room)
-        return [self._next(request) for _ in range(num)]
+        tokens: list[int] = []
+        request.logprobs = []
+        for _ in range(num):
+            token = self._next(request)
+            if token == NONE:
+                break
+            tokens.append(token)
+            if request.constraint is not None:
+                request.constraint.accept([token])
+                if token == self._info.eos_token:
+                    break  # behind it a constraint allows nothing
+        return tokens
 
     def _next(self, request: _Request) -> int:
+        """The next token, NONE when its constraint cannot say what may follow."""
         if request.last != NONE:
             request.digest = (request.digest + _mix((request.num_tokens << 32) + request.last + 1)) & _MASK
             request.pass_to(request.num_tokens + 1)
         draw = request.digest ^ (request.sampling.seed * _GAMMA if request.sampling.temperature else 0)
         draw = _mix((draw + request.num_tokens * _GAMMA) & _MASK)
-        if self._mean_output and draw % self._mean_output == 0:
-            request.last = self._info.eos_token
-        else:
-            request.last = self._vocabulary[(draw >> 32) % len(self._vocabulary)]
-        return request.last
+        is_end = self._mean_output > 0 and draw % self._mean_output == 0
+        is_end &= request.num_tokens >= request.sampling.first_end
+        last = self._info.eos_token if is_end else self._vocabulary[(draw >> 32) % len(self._vocabulary)]
+        if request.constraint is not None:
+            last = self._allowed(request.constraint, last, draw >> 32)
+            if last == NONE:
+                return NONE
+        request.last = last
+        likely = zip(self._vocabulary, range(request.sampling.top_logprobs), strict=False)
+        request.logprobs.append(Logprobs(-float(draw % 8), [(token, -float(place)) for token, place in likely]))
+        return last
+
+    def _allowed(self, constraint: Constraint, wanted: int, draw: int) -> int:
+        """`wanted` where it is allowed, else one of those that are."""
+        bits = constraint.allow([])
+        if not len(bits):
+            return NONE
+        allowed = np.flatnonzero(np.unpackbits(bits[0].view(np.uint8), bitorder="little"))
+        return wanted if wanted in allowed else int(allowed[draw % len(allowed)])
 
 
 def _mix(z: int) -> int:

@@ -13,19 +13,25 @@ from schemas.vision import Image
 class Sampling(Message, frozen=True):
     """How tokens are chosen: argmax(logits / temperature + Gumbel(seed, position)) after top-p (design §5).
 
-    `temperature` 0 is greedy. `seed` is always set: drawn at the edge when the client gave none.
+    `temperature` 0 is greedy. `seed` is always set: drawn at the edge when the client gave none. `top_logprobs`: how
+    many of the likeliest tokens are named with each one sampled, -1 when not even its own is asked for. `grammar`: what
+    the whole output has to be, in the language of llguidance; anything when there is none.
     """
 
     temperature: float
     top_p: float
     seed: int
+    top_logprobs: int = -1
+    grammar: str = ""
 
 
 class Limits(Message, frozen=True):
-    """When generation stops by itself. `deadline_ns` is unix time; 0 means none."""
+    """When generation stops by itself: not before `min_tokens`, unless a grammar leaves nothing to say. `deadline_ns`
+    is unix time; 0 means none."""
 
     max_tokens: int
     deadline_ns: int = 0
+    min_tokens: int = 0
 
 
 class Submit(Message, frozen=True):
@@ -82,6 +88,18 @@ class Failed(Message, frozen=True):
 End = Finished | Cancelled | Failed
 
 
+class TokenLogprobs(Message, frozen=True):
+    """Of the tokens of one entry: each one's own, and of as many likely ones as were asked for, token by token.
+
+    Natural logarithms of what the model gives before temperature, masks and top-p. `top_tokens` and `top` hold the same
+    number for each token, likeliest first.
+    """
+
+    sampled: list[float]
+    top_tokens: list[int] = []
+    top: list[float] = []
+
+
 class TokensEmitted(Message, frozen=True):
     """New tokens of many requests, struct of arrays: one message per step and destination.
 
@@ -89,6 +107,7 @@ class TokensEmitted(Message, frozen=True):
     in its output, which is also the sequence number by which receivers find gaps and duplicates. `epochs[i]` is the
     ownership under which they were made. `ends` holds (i, terminal event) for requests that end after these tokens,
     `cached` (i, prompt tokens that were not computed) for those whose first tokens these are: only an entrypoint knows.
+    `logprobs` holds (i, those of its tokens) for requests that asked.
     """
 
     source: str
@@ -99,6 +118,7 @@ class TokensEmitted(Message, frozen=True):
     tokens: list[int]
     ends: list[tuple[int, End]] = []
     cached: list[tuple[int, int]] = []
+    logprobs: list[tuple[int, TokenLogprobs]] = []
 
 
 class Taken(Message, frozen=True):

@@ -13,6 +13,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from kernels.constraint import Constraint, Logprobs
 from kernels.engine import Admission, Chunk, EngineInfo, ImageRows, Member, Prefix, Sampling, Tokens
 from run.simulate.truth import Piece, Truth
 
@@ -84,6 +85,12 @@ class SimEngine:
 
     def attach(self, key: str, images: Sequence[ImageRows]) -> None:
         """Images take no time of their own."""
+
+    def constrain(self, key: str, constraint: Constraint) -> None:
+        """Answers are known beforehand, whatever they had to be."""
+
+    def logprobs(self, key: str) -> list[Logprobs]:
+        raise ValueError("nothing is sampled here")
 
     def free(self, key: str) -> None:
         if (request := self._requests.pop(key, None)) is not None:

@@ -59,6 +59,7 @@ from schemas.request import (
     Submit,
     Submitted,
     Taken,
+    TokenLogprobs,
     TokensEmitted,
 )
 from schemas.routing import LoadReported, Release, ReportLoad, Route, Routed
@@ -356,6 +357,18 @@ MESSAGES: list[Message] = [
     ),
     PlaceExperts(generation=1 << 60, version=4, places=[b"\x00\x00", b"\x7f\x01"]),
     GroupBroken(role=Role.PREFILL, id="p-0", group="p-0", ranks=["p-0", "p-1"], reason="silent"),
+    Sampling(temperature=0.5, top_p=0.25, seed=1 << 62, top_logprobs=20, grammar="start: /a/"),
+    Limits(max_tokens=9, min_tokens=3),
+    TokenLogprobs(sampled=[-0.5, -1.5], top_tokens=[7, 1 << 17], top=[-0.25, -2.0]),
+    TokensEmitted(
+        source="decode/d",
+        request_ids=["r"],
+        epochs=[1],
+        first_indexes=[0],
+        counts=[1],
+        tokens=[5],
+        logprobs=[(0, TokenLogprobs(sampled=[-0.5]))],
+    ),
 ]
 
 GOLDEN = [line.split() for line in Path(__file__).with_name("golden.txt").read_text().splitlines()]

@@ -1,0 +1,48 @@
+"""Tokens that may not be sampled: early ends, what a constraint leaves out, what no row may have."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from kernels.constraint import Bits
+from kernels.masks import Rows, mask_, unpack
+
+END, VOCAB = 33, 70
+
+
+def bits(*rows: list[int]) -> Bits:
+    found = np.zeros((len(rows), 3), dtype=np.uint32)
+    for row, tokens in enumerate(rows):
+        for token in tokens:
+            found[row, token // 32] |= np.uint32(1 << token % 32)
+    return found.view(np.int32)
+
+
+def allowed(logits: torch.Tensor) -> list[list[int]]:
+    return [torch.isfinite(row).nonzero().flatten().tolist() for row in logits]
+
+
+def test_bits_are_unpacked_lowest_first_the_sign_bit_too() -> None:
+    assert allowed(unpack(torch.from_numpy(bits([0, 31, 32, 63, 69])), VOCAB).log())[0] == [0, 31, 32, 63, 69]
+
+
+def test_rows_of_each_request_have_their_own_masks() -> None:
+    logits = torch.zeros(6, VOCAB)
+    requests = [
+        Rows(2, 10, 0, bits([1, 31, 40], [2, END])),
+        Rows(1, 10, 0, None),
+        Rows(3, 10, 12, None),
+    ]
+    mask_(logits, requests, END, never=40)
+    everything = [token for token in range(VOCAB) if token != 40]
+    no_end = [token for token in everything if token != END]
+    assert allowed(logits) == [[1, 31], [2, END], everything, no_end, no_end, everything]
+
+
+def test_an_end_comes_early_only_where_a_constraint_allows_nothing_else() -> None:
+    logits = torch.zeros(3, VOCAB)
+    before = bits([1, END], [END], [1, END])
+    mask_(logits, [Rows(3, 5, 7, before)], END, never=None)
+    assert allowed(logits) == [[1], [END], [1, END]]
+    assert (before == bits([1, END], [END], [1, END])).all()
