@@ -13,6 +13,9 @@ MAX_SWAPS = 64
 NUM_TRIED = 4
 """Of the ranks that others wait for, how many are looked at for one that a swap makes lighter."""
 
+NUM_AT_ONCE = 64
+"""Swaps that are looked at in full before it is asked whether one of the others may still be better."""
+
 LEAST_GAIN = 1e-4
 LEAST_GAIN_HELD = 3e-4
 """A swap that lowers the sum by a smaller part is not done; the second where it means that two ranks load an expert."""
@@ -120,21 +123,37 @@ class _Ranks:
         others[hot] = -1.0
         first = others.argmax(axis=0)
         second = np.partition(others, -2, axis=0)[-2]
-        rest = np.repeat(others.max(axis=0)[None], len(others), axis=0)  # of the ranks but hot and each, [ranks, steps]
+        most = others.max(axis=0)
+        rest = np.repeat(most[None], len(others), axis=0)  # of the ranks but hot and each, [ranks, steps]
         rest[first, np.arange(len(first))] = second
+        mine = np.flatnonzero(self.holds[hot])
         ranks, experts = np.nonzero(self.holds & ~self.holds[hot])
         ranks, experts = ranks[ranks != hot], experts[ranks != hot]
-        shares, theirs, rest = self.shares[experts], self.loads[ranks], rest[ranks]
-        here, there = np.empty_like(shares), np.empty_like(shares)  # loads of both after the swap
+        given, at = np.nonzero(~self.holds[ranks][:, mine].T)
+        given, ranks, experts = mine[given], ranks[at], experts[at]
+
+        def sums(some: Ints | slice, steps: NDArray[np.bool_] | slice) -> Floats:
+            """What these swaps make of these steps."""
+            shares = self.shares[:, steps]
+            moved = shares[experts[some]] - shares[given[some]]
+            there = self.loads[:, steps][ranks[some]] - moved
+            moved += self.loads[hot, steps]
+            np.maximum(moved, there, out=moved)
+            np.maximum(moved, rest[:, steps][ranks[some]], out=moved)
+            return np.asarray(moved.sum(axis=1))
+
+        # No swap makes a step shorter than what the ranks but these two take: that is the bound for steps that do not
+        # wait for `hot`, so that the others, which are few, tell which swaps to look at in full.
+        waiting = self.loads[hot] > most
+        bounds = sums(slice(None), waiting) + rest[:, ~waiting].sum(axis=1)[ranks]
         least, best = self.loads.max(axis=0).sum() * (1.0 - least_gain), None
-        for expert in np.flatnonzero(self.holds[hot]):
-            np.subtract(shares, self.shares[expert], out=here)
-            np.subtract(theirs, here, out=there)
-            np.add(here, self.loads[hot], out=here)
-            np.maximum(here, there, out=here)
-            sums = np.maximum(here, rest, out=here).sum(axis=1)
-            sums[self.holds[ranks, expert]] = np.inf
-            if len(sums) and sums.min() < least:
-                at = sums.argmin()
-                least, best = sums[at], (expert, ranks[at], experts[at])
+        order = bounds.argsort(kind="stable")
+        for start in range(0, len(order), NUM_AT_ONCE):
+            some = order[start : start + NUM_AT_ONCE]
+            if bounds[some[0]] >= least:
+                break
+            found = sums(some, slice(None))
+            if found.min() < least:
+                one = some[found.argmin()]
+                least, best = found.min(), (given[one], ranks[one], experts[one])
         return best

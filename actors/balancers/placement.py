@@ -148,16 +148,20 @@ def plan(loads: Loads, old: Sequence[Placement], ep_size: int, at_least: int, nu
 
 
 def _change(loads: Loads, old: Placement, size: tuple[int, int], num_nodes: int) -> Placement:
-    """What one layer should become, the old placement itself when nothing is gained."""
-    fresh = _placement(_arrange(loads, size, num_nodes))
-    held = np.array(old.slots)
+    """What one layer should become, the old placement itself when nothing is gained.
+
+    Balance is never below 1: a layer that is nearly even is not packed, nor one packed anew that few moves make so.
+    """
+    held, worth = np.array(old.slots), 1 - MIN_GAIN
     if held.shape != size:
-        return fresh
-    best = settle(old, fresh, num_nodes)
-    near = settle(old, _placement(_arrange(loads, size, num_nodes, held)), num_nodes)
-    if near.balance(loads) * (1 - MIN_GAIN) <= best.balance(loads):
-        best = near
-    return best if best.balance(loads) <= old.balance(loads) * (1 - MIN_GAIN) else old
+        return _placement(_arrange(loads, size, num_nodes))
+    if (most := old.balance(loads) * worth) < 1:
+        return old
+    best = settle(old, _placement(_arrange(loads, size, num_nodes, held)), num_nodes)
+    if (near := best.balance(loads) * worth) > 1:
+        fresh = settle(old, _placement(_arrange(loads, size, num_nodes)), num_nodes)
+        best = fresh if fresh.balance(loads) < near else best
+    return best if best.balance(loads) <= most else old
 
 
 def _arrange(loads: Loads, size: tuple[int, int], num_nodes: int, old: Ints | None = None) -> Ints:

@@ -156,6 +156,25 @@ def test_a_swap_is_judged_by_what_both_ranks_are_relieved_of(monkeypatch: pytest
     assert waits(pack(loads, np.ones(6, np.int64), 2, held), loads) == 20
 
 
+def test_no_other_swap_of_a_rank_is_better(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However early those that cannot be the best are left out."""
+    monkeypatch.setattr(packing, "NUM_AT_ONCE", 1)
+    for seed in range(12):
+        loads = random_loads(seed, 4, 12)
+        slots = np.random.default_rng(seed).permutation(12).reshape(4, 3)
+        ranks = packing._Ranks(np.ascontiguousarray(loads.T.astype(np.float64)), 4, 3)
+        for rank, expert in np.ndindex(4, 3):
+            ranks.put(np.intp(rank), np.intp(slots[rank, expert]))
+
+        def swapped(expert: int, other: int, slots: Ints = slots, loads: Ints = loads) -> float:
+            return waits(np.where(slots == expert, other, np.where(slots == other, expert, slots)), loads)
+
+        for hot in range(4):
+            best = ranks._best_swap(np.intp(hot), 0.0)
+            least = min(swapped(mine, other) for mine in slots[hot] for other in range(12))  # with itself: nothing
+            assert (swapped(-1, -1) if best is None else swapped(int(best[0]), int(best[2]))) == least
+
+
 def test_nothing_moves_for_next_to_nothing() -> None:
     """10,002 to 9,998: a swap would make it even, for 0.02 %."""
     held = np.array([[1, 1, 0, 0], [0, 0, 1, 1]], np.bool_)
@@ -277,6 +296,19 @@ def test_a_layer_changes_when_it_pays() -> None:
     assert advised.after == (1.0, 1.02)
     assert len(moves(start, advised.placements[0])) == 2
     assert plan(np.zeros((1, 0, 4)), [start], 2, 0) == Plan((start,), (1.0,), (1.0,))
+    assert plan(np.array([[[60, 21, 20, 20]]]), [start], 2, 0).placements[0] is start  # 81 beside 40, at best 80
+
+
+@pytest.mark.parametrize(
+    ("loads", "before", "after"),
+    [
+        ([35, 16, 9, 28, 34, 11, 15, 4], 1.441, 1.095),  # anew it were 1.066
+        ([21, 39, 2, 20, 10, 15, 33, 23], 1.224, 1.003),  # by few moves it were 1.113
+    ],
+)
+def test_packed_anew_when_it_is_much_better(loads: list[int], before: float, after: float) -> None:
+    advised = plan(np.array([[loads]]), [Placement(((0, 1, 2), (3, 4, 5), (6, 7, 0)))], 3, 1)
+    assert [*advised.before, *advised.after] == pytest.approx([before, after], abs=1e-3)
 
 
 def test_few_moves_when_little_has_changed() -> None:
