@@ -25,7 +25,7 @@ from bus.keeper import Keeper
 from bus.ranks import GroupOf, Ranks
 from bus.snapshots import POOL_BYTES
 from bus.subjects import CANCEL_DECODE, CLAIM, HAND_OVER, RELEASE_DECODE, RESEND_DECODE, TOKENS, Address, Subject
-from kernels.engine import Admission, Engine, Sampling, StateError
+from kernels.engine import Admission, Engine, StateError
 from schemas.failure import Code, Failure
 from schemas.handover import Claim, ClaimRefused, HandedOver, HandOver, Refused
 from schemas.message import Role
@@ -182,10 +182,8 @@ class Decode(Actor):
             if generation.end is not None:
                 restored.set_result("the request was cancelled")
                 continue
-            offer, info = generation.offer, self._engine.info
-            sampling = Sampling(offer.sampling.temperature, offer.sampling.top_p, offer.sampling.seed)
-            num_tokens = generation.num_wanted(info.max_tokens)
-            if self._engine.admit(generation.id, num_tokens, sampling) is not Admission.OK:
+            num_tokens = generation.num_wanted(self._engine.info.max_tokens)
+            if self._engine.admit(generation.id, num_tokens, generation.sampling) is not Admission.OK:
                 restored.set_result(f"decode {self.id} has no room for {num_tokens} tokens")
                 continue
             self._in_engine.add(generation.id)
@@ -265,8 +263,17 @@ class Decode(Actor):
                 continue
             first = len(generation.tokens)
             emitted = generation.advance(tokens, info.eos_token, info.max_tokens)
+            logprobs = None
+            if generation.logprobs is not None:
+                logprobs = generation.told(self._engine.logprobs(generation.id), len(emitted))
             self._outbox.add(
-                generation.offer.entrypoint, generation.id, generation.epoch, first, emitted, generation.end
+                generation.offer.entrypoint,
+                generation.id,
+                generation.epoch,
+                first,
+                emitted,
+                generation.end,
+                logprobs=logprobs,
             )
         self.wake()  # their tokens leave first
         for generation in batch:

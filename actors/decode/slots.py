@@ -9,8 +9,20 @@ from actors.decode.blocks import Filling
 from actors.decode.outputs import OutputLength
 from actors.rules.emission import Held, resend_answer
 from actors.rules.load import DecodeLoad, expected_output, promised_tokens
+from actors.rules.logprobs import KeptLogprobs, message_of
+from kernels.constraint import Logprobs
+from kernels.engine import Sampling
 from schemas.handover import HandOver
-from schemas.request import Cancelled, End, Failed, Finished, FinishReason, Resend, TokensEmitted
+from schemas.request import (
+    Cancelled,
+    End,
+    Failed,
+    Finished,
+    FinishReason,
+    Resend,
+    TokenLogprobs,
+    TokensEmitted,
+)
 
 RETENTION_S = 30.0
 """How long an ended request can still be asked for (the entrypoint may have missed the end)."""
@@ -21,20 +33,30 @@ class Generation:
     """One request here. `epoch` is 0 until the entrypoint has confirmed the claim.
 
     `num_computed` of its tokens are in the engine's caches: all but the one sampled last. `filling` is None when
-    nothing is to be stored of it.
+    nothing is to be stored of it. `logprobs` is None when it did not ask.
     """
 
     offer: HandOver
     epoch: int = 0
     tokens: list[int] = field(default_factory=list)
+    logprobs: KeptLogprobs | None = None
     num_computed: int = 0
     filling: Filling | None = None
     end: End | None = None
     ended_s: float = 0.0
 
+    def __post_init__(self) -> None:
+        self.logprobs = KeptLogprobs.of(self.offer.sampling)
+
     @property
     def id(self) -> str:
         return self.offer.request_id
+
+    @property
+    def sampling(self) -> Sampling:
+        """What the engine is told."""
+        asked, first_end = self.offer.sampling, self.offer.num_tokens + self.offer.limits.min_tokens
+        return Sampling(asked.temperature, asked.top_p, asked.seed, first_end, asked.top_logprobs)
 
     def num_wanted(self, max_tokens: int) -> int:
         """Tokens to set room aside for: the prompt and the longest output, or all that the engine takes of one."""
@@ -58,6 +80,13 @@ class Generation:
         self.num_computed = min(len(self.tokens) + len(new) - 1, len(self.tokens) + len(emitted))
         self.tokens.extend(emitted)
         return emitted
+
+    def told(self, found: Sequence[Logprobs], num_emitted: int) -> TokenLogprobs:
+        """What the engine said of the tokens of a step, as far as they were emitted: to be sent with them."""
+        assert self.logprobs is not None  # the engine raises otherwise
+        logprobs = message_of(found[:num_emitted])
+        self.logprobs.add(len(self.tokens) - num_emitted, logprobs)
+        return logprobs
 
 
 class Slots:
@@ -127,7 +156,9 @@ class Slots:
 
         def find(request_id: str) -> Held | None:
             generation = self._here.get(request_id) or self._ended.get(request_id)
-            return None if generation is None else (generation.epoch, generation.tokens, generation.end)
+            if generation is None:
+                return None
+            return Held(generation.epoch, generation.tokens, generation.end, generation.logprobs)
 
         return resend_answer(source, resend, find)
 

@@ -14,7 +14,7 @@ from opentelemetry.trace import Span
 from actors.entrypoint.lookup import INLINE_TOKENS, Found, Names, Touched, can_be_named, gather, name, plan, scatter
 from actors.entrypoint.peers import Peers
 from actors.entrypoint.request import MAX_RETURNS, OVERDUE, Owner, Request, end_by, failed
-from actors.entrypoint.shard import Shard
+from actors.entrypoint.shard import News, Shard
 from actors.rules.outbox import Outbox
 from actors.rules.spans import end_span
 from bus import subjects
@@ -57,10 +57,9 @@ class Entrypoint(Actor):
     def __init__(self, id: str, bus: Bus, bulk: Bulk) -> None:
         super().__init__(id, bus)
         self.shard = Shard(id, first_epoch=bus.seams.random.getrandbits(30) << 32)
-        self._bulk = bulk
+        self._bulk, self._spans = bulk, dict[str, Span]()
         self._outbox = Outbox(f"{self.role}/{id}")
         self._courier = Courier(bus, subjects.RECIPE_TOKENS, self._outbox, self.wake, self._abandon)
-        self._spans: dict[str, Span] = {}
         self._holders, self._peers = Holders(bus), Peers()
         self._touched, self._repairing = Touched(), set[str]()
         self._lookups, self._vision = Lookups(bus), AnyVision(bus, bulk)
@@ -141,8 +140,8 @@ class Entrypoint(Actor):
         except ValueError:
             raise fail(Code.BAD_REQUEST, f"tokens of {emitted.source!r}: the source is written role/id") from None
         news, gaps, strays = self.shard.hear(emitted, self.now_s())
-        for request, first_index, tokens, end in news:
-            self._pass_on(request, first_index, tokens, end)
+        for item in news:
+            self._pass_on(item)
         for request in gaps:
             if request.id not in self._repairing:
                 assert request.owner is not None  # a current epoch has an owner
@@ -286,12 +285,13 @@ class Entrypoint(Actor):
         if request.images.is_encoding:  # we do not know by whom
             self.spawn(self._vision.cancel(request.id))
         self._lookups.give_up(request.id)
-        self._pass_on(request, len(request.tokens), [], end)
+        self._pass_on(News(request, len(request.tokens), [], end))
         self.wake()
 
-    def _pass_on(self, request: Request, first_index: int, tokens: list[int], end: End | None) -> None:
-        num_cached = request.num_cached(first_index)
-        self._outbox.add(request.submit.recipe, request.id, request.epoch, first_index, tokens, end, num_cached)
+    def _pass_on(self, news: News) -> None:
+        request, first, tokens, end, logprobs = news
+        cached = request.num_cached(first)
+        self._outbox.add(request.submit.recipe, request.id, request.epoch, first, tokens, end, cached, logprobs)
         if end is not None:
             self._let_go(request)
             if (span := self._spans.pop(request.id, None)) is not None:

@@ -12,6 +12,7 @@ from actors.entrypoint.images import Images
 from actors.entrypoint.lookup import Names, Plan
 from actors.rules.chain import BLOCK_TOKENS
 from actors.rules.hit import Hit
+from actors.rules.logprobs import KeptLogprobs
 from schemas.bulk import Handle, Payload
 from schemas.cache import HitShortened
 from schemas.failure import Code, Failure
@@ -79,6 +80,7 @@ class Request:
     is_dispatching: bool = False
     owner: Owner | None = None
     tokens: list[int] = field(default_factory=list)
+    logprobs: KeptLogprobs | None = field(init=False)
     end: End | None = None
     ended_s: float = 0.0
 
@@ -88,6 +90,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.images = Images(self.submit.images)
+        self.logprobs = KeptLogprobs.of(self.submit.sampling)
 
     def must_be_placed(self) -> bool:
         """It waits for a prefill replica."""

@@ -10,7 +10,8 @@ from msgspec import structs
 
 from actors.entrypoint.request import Owner, Request, Verdict
 from actors.rules.emission import Held, resend_answer
-from schemas.request import End, Resend, Submit, TokensEmitted
+from actors.rules.logprobs import cut
+from schemas.request import End, Resend, Submit, TokenLogprobs, TokensEmitted
 
 RETENTION_S = 30.0
 """How long an ended request can still be asked for (the recipe may have missed the end)."""
@@ -20,12 +21,13 @@ SILENCE_S = 2.0
 
 
 class News(NamedTuple):
-    """What is new of a request: tokens from an index on, and maybe its end."""
+    """What is new of a request: tokens from an index on, maybe its end, and their logprobs if it asked."""
 
     request: Request
     first_index: int
     tokens: list[int]
     end: End | None
+    logprobs: TokenLogprobs | None = None
 
 
 class Heard(NamedTuple):
@@ -103,7 +105,7 @@ class Shard:
 
     def hear(self, emitted: TokensEmitted, now_s: float) -> Heard:
         """Take the tokens of many requests, each by `accept`; in order."""
-        ends, start, heard = dict(emitted.ends), 0, Heard([], [], [])
+        ends, said, start, heard = dict(emitted.ends), dict(emitted.logprobs), 0, Heard([], [], [])
         for i, request_id in enumerate(emitted.request_ids):
             stop = start + emitted.counts[i]
             tokens, start = emitted.tokens[start:stop], stop
@@ -113,10 +115,14 @@ class Shard:
                 if end is None and self.is_new_stray(emitted.source, request_id, now_s):
                     heard.strays.append((request_id, epoch))
                 continue
-            known = len(request.tokens)
-            verdict = self.accept(request, epoch, emitted.first_indexes[i], tokens, end, now_s)
+            known, first = len(request.tokens), emitted.first_indexes[i]
+            verdict = self.accept(request, epoch, first, tokens, end, now_s)
             if verdict is Verdict.NEWS:
-                heard.news.append(News(request, known, request.tokens[known:], request.end))
+                logprobs = said.get(i)
+                if logprobs is not None and request.logprobs is not None:
+                    logprobs = cut(logprobs, known - first, len(tokens))
+                    request.logprobs.add(known, logprobs)
+                heard.news.append(News(request, known, request.tokens[known:], request.end, logprobs))
             elif verdict is Verdict.GAP:
                 heard.gaps.append(request)
         return heard
@@ -157,7 +163,7 @@ class Shard:
 
         def find(request_id: str) -> Held | None:
             request = self._requests.get(request_id)
-            return None if request is None else (request.epoch, request.tokens, request.end)
+            return None if request is None else Held(request.epoch, request.tokens, request.end, request.logprobs)
 
         answer = resend_answer(f"entrypoint/{self.id}", resend, find)
         cached = [

@@ -191,7 +191,7 @@ class Prefill(Actor):
         def find(id: str) -> Held | None:
             job = self._job(id)
             dispatch = job.dispatch if job is not None else self._pulling.get(id) or self.loader.returning.get(id)
-            return None if dispatch is None else (dispatch.epoch, [], None)
+            return None if dispatch is None else Held(dispatch.epoch, [], None)
 
         return resend_answer(f"{self.role}/{self.id}", resend, find)
 

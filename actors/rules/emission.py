@@ -3,25 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
+from actors.rules.logprobs import KeptLogprobs, cut, num_likeliest
 from schemas.failure import Code, Failure
-from schemas.request import End, Failed, Resend, TokensEmitted
+from schemas.request import End, Failed, Resend, TokenLogprobs, TokensEmitted
 
 MAX_TOKENS = 16384
 MAX_BYTES = 192 * 1024
 """Of one message, by the upper estimate of `_size_bytes`: well under the 256 KiB of the size contract."""
 
 TOKEN_BYTES = 5
+LOGPROB_BYTES = 9
 ENTRY_BYTES = 48
 END_BYTES = 128
+LOGPROBS_BYTES = 96
 
 
-def _size_bytes(request_id: str, num_tokens: int, end: End | None) -> int:
+def _size_bytes(request_id: str, num_tokens: int, end: End | None, logprobs: TokenLogprobs | None) -> int:
     """At most what an entry takes in msgpack, all its arrays counted."""
-    size = ENTRY_BYTES + 4 * len(request_id) + TOKEN_BYTES * num_tokens
+    size = ENTRY_BYTES + 4 * len(request_id) + _token_bytes(logprobs) * num_tokens
+    if logprobs is not None:
+        size += LOGPROBS_BYTES
     if isinstance(end, Failed):
         size += len(end.failure.message.encode()) + len(end.failure.field.encode())
     return size if end is None else size + END_BYTES
+
+
+def _token_bytes(logprobs: TokenLogprobs | None) -> int:
+    """At most what a token takes, with what is said of it."""
+    if logprobs is None:
+        return TOKEN_BYTES
+    return TOKEN_BYTES + LOGPROB_BYTES + num_likeliest(logprobs) * (TOKEN_BYTES + LOGPROB_BYTES)
+
+
+def _most_tokens(logprobs: TokenLogprobs | None) -> int:
+    """Of one entry: so many take half of a message at most."""
+    return min(MAX_TOKENS, MAX_BYTES // 2 // _token_bytes(logprobs))
 
 
 class Emission:
@@ -40,6 +58,7 @@ class Emission:
         self._tokens: list[int] = []
         self._ends: list[tuple[int, End]] = []
         self._cached: list[tuple[int, int]] = []
+        self._logprobs: list[tuple[int, TokenLogprobs]] = []
         self._num_bytes = 0
 
     def add(
@@ -50,16 +69,21 @@ class Emission:
         tokens: Sequence[int],
         end: End | None = None,
         num_cached: int = 0,
+        logprobs: TokenLogprobs | None = None,
     ) -> None:
         """Tokens of a request from `first_index` on, and its end if these were the last. Order is kept.
 
-        `num_cached`: of its prompt, to be said with the first tokens.
+        `num_cached`: of its prompt, to be said with the first tokens. `logprobs`: of these tokens, if it asked.
         """
-        while len(tokens) > MAX_TOKENS:
-            self.add(request_id, epoch, first_index, tokens[:MAX_TOKENS], None, num_cached)
+        most = _most_tokens(logprobs)
+        while len(tokens) > most:
+            self.add(
+                request_id, epoch, first_index, tokens[:most], None, num_cached, logprobs and cut(logprobs, 0, most)
+            )
             num_cached = 0
-            first_index, tokens = first_index + MAX_TOKENS, tokens[MAX_TOKENS:]
-        size_bytes = _size_bytes(request_id, len(tokens), end)
+            logprobs = logprobs and cut(logprobs, most, len(tokens))
+            first_index, tokens = first_index + most, tokens[most:]
+        size_bytes = _size_bytes(request_id, len(tokens), end, logprobs)
         if self._num_bytes + size_bytes > MAX_BYTES:
             self._close()
         self._num_bytes += size_bytes
@@ -67,6 +91,8 @@ class Emission:
             self._ends.append((len(self._ids), end))
         if num_cached:
             self._cached.append((len(self._ids), num_cached))
+        if logprobs is not None and tokens:
+            self._logprobs.append((len(self._ids), logprobs))
         self._ids.append(request_id)
         self._epochs.append(epoch)
         self._firsts.append(first_index)
@@ -85,6 +111,7 @@ class Emission:
                     tokens=self._tokens,
                     ends=self._ends,
                     cached=self._cached,
+                    logprobs=self._logprobs,
                 )
             )
             self._start()
@@ -96,29 +123,48 @@ class Emission:
         return done
 
 
-Held = tuple[int, Sequence[int], End | None]
-"""What a holder knows of a request: its epoch, all tokens emitted so far, and the end if there was one."""
+class Held(NamedTuple):
+    """What a holder knows of a request: all tokens emitted so far, what was said of them, and the end if there was
+    one."""
+
+    epoch: int
+    tokens: Sequence[int]
+    end: End | None
+    logprobs: KeptLogprobs | None = None
 
 
 def resend_answer(source: str, resend: Resend, find: Callable[[str], Held | None]) -> TokensEmitted:
     """One message with as much as fits of what was asked for.
 
     What did not fit is left out from the back, ends of cut requests included: the asker sees the gap and asks again. A
-    request that `find` does not know ends as `worker_lost`: whoever held it has restarted since.
+    request that `find` does not know ends as `worker_lost`: whoever held it has restarted since. So does one whose
+    logprobs are asked for when they are not kept any more.
     """
     room = MAX_TOKENS
     emission = Emission(source)
     for request_id, first, epoch in zip(resend.request_ids, resend.first_indexes, resend.epochs, strict=True):
         held = find(request_id)
         if held is None:
-            lost = Failure(code=Code.WORKER_LOST, message=f"{source} does not hold this request (any more)")
-            emission.add(request_id, epoch, first, [], Failed(failure=lost))
+            emission.add(request_id, epoch, first, [], _lost(f"{source} does not hold this request (any more)"))
             continue
-        epoch, tokens, end = held
-        fitting = tokens[first : first + room]
-        emission.add(request_id, epoch, first, fitting, end if first + len(fitting) >= len(tokens) else None)
-        room -= len(fitting)
+        _, tokens, end, kept = held
+        if kept is not None and first < min(kept.first, len(tokens)):
+            emission.add(request_id, held.epoch, first, [], _lost(f"{source} keeps no logprobs of so long ago"))
+            continue
+        stop = min(first + room, len(tokens))
+        logprobs = None
+        if kept is not None and stop > first:
+            stop = min(stop, first + _most_tokens(kept.get(first, first + 1)))
+            logprobs = kept.get(first, stop)
+        emission.add(
+            request_id, held.epoch, first, tokens[first:stop], end if stop >= len(tokens) else None, logprobs=logprobs
+        )
+        room -= max(stop - first, 0)
     messages = emission.take()
     if messages:
         return messages[0]
     return TokensEmitted(source=source, request_ids=[], epochs=[], first_indexes=[], counts=[], tokens=[])
+
+
+def _lost(why: str) -> Failed:
+    return Failed(failure=Failure(code=Code.WORKER_LOST, message=why))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from actors.rules.emission import Emission
 from actors.rules.window import Window
-from schemas.request import End, TokensEmitted
+from schemas.request import End, TokenLogprobs, TokensEmitted
 
 BACKLOG_TOKENS = 4096
 """A sender that can slow down should, when so many tokens wait for one destination."""
@@ -30,12 +30,13 @@ class Outbox:
         tokens: Sequence[int],
         end: End | None = None,
         num_cached: int = 0,
+        logprobs: TokenLogprobs | None = None,
     ) -> None:
         """Tokens of a request for a destination, and the rest as in `Emission.add`."""
         if destination not in self._emissions:
             self._emissions[destination] = Emission(self._source)
             self._windows.setdefault(destination, Window())
-        self._emissions[destination].add(request_id, epoch, first_index, tokens, end, num_cached)
+        self._emissions[destination].add(request_id, epoch, first_index, tokens, end, num_cached, logprobs)
         self._num_waiting[destination] = self._num_waiting.get(destination, 0) + 1 + len(tokens)
 
     def take(self, now_s: float) -> list[tuple[str, TokensEmitted]]:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.rules.emission import MAX_BYTES, MAX_TOKENS, Emission, resend_answer
+from actors.rules.emission import MAX_BYTES, MAX_TOKENS, Emission, Held, resend_answer
 from actors.rules.outbox import BACKLOG_TOKENS, Outbox
 from actors.rules.owner import EXPIRY_S, Members, choose
 from actors.rules.window import LIMIT, SILENCE_S, Window
@@ -111,12 +111,12 @@ class TestResend:
 
     def test_tokens_from_the_index_asked_for_and_the_end(self) -> None:
         asked = Resend(request_ids=["a"], first_indexes=[2], epochs=[1])
-        message = resend_answer("s", asked, lambda _: (4, [10, 11, 12], STOP))
+        message = resend_answer("s", asked, lambda _: Held(4, [10, 11, 12], STOP))
         assert (message.epochs, message.first_indexes, message.tokens, message.ends) == ([4], [2], [12], [(0, STOP)])
 
     def test_an_answer_that_does_not_fit_is_cut_and_has_no_end(self) -> None:
         asked = Resend(request_ids=["a", "b"], first_indexes=[0, 0], epochs=[1, 1])
-        held = {"a": (1, list(range(MAX_TOKENS + 5)), STOP), "b": (1, [7], STOP)}
+        held = {"a": Held(1, list(range(MAX_TOKENS + 5)), STOP), "b": Held(1, [7], STOP)}
         message = resend_answer("s", asked, held.get)
         assert message.counts == [MAX_TOKENS, 0] and message.ends == []
 
