@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from actors.balancers.actor import Balancer
-from actors.decode.actor import Decode
+from actors.decode.actor import PAUSE_S, Decode
 from actors.prefill.actor import Prefill
 from bus.ranks import GroupLost, GroupOf
 from kernels.engine import Chunk, GroupError
@@ -159,6 +159,20 @@ async def count_calls(system: Core) -> list[str]:
     return calls
 
 
+async def waited_s(system: Core, engine: Grouped, name: str, expected: list[int]) -> float:
+    """For the first step behind the arrival of a request for 20 tokens, which is answered as expected."""
+    arrived_s: list[float] = []
+    restore = engine.restore
+
+    async def restored(key: str, state: bytes) -> None:
+        arrived_s.append(asyncio.get_running_loop().time())
+        await restore(key, state)
+
+    engine.restore = restored  # type: ignore[method-assign]
+    assert await system.finish(submit(name, max_tokens=20)) == (expected, LENGTH)
+    return next(began_s for began_s in engine.began_s if began_s >= arrived_s[0]) - arrived_s[0]
+
+
 @pytest.mark.parametrize("role", [Role.DECODE, Role.PREFILL])
 def test_one_request_has_both_ranks_step_and_then_both_sleep(role: Role) -> None:
     async def main() -> None:
@@ -200,19 +214,34 @@ def test_a_request_on_an_idle_rank_of_a_busy_group_waits_for_one_step_at_most() 
             assert full.part.num_steps == idle.part.num_steps and idle.part.num_busy == 0
             idle_actor.is_draining = False
             await idle_actor.report_load()
-            arrived_s: list[float] = []
-            restore = idle.restore
-
-            async def restored(key: str, state: bytes) -> None:
-                arrived_s.append(asyncio.get_running_loop().time())
-                await restore(key, state)
-
-            idle.restore = restored  # type: ignore[method-assign]
-            assert await system.finish(submit("late", max_tokens=20)) == (expected, LENGTH)
-            first_s = next(began_s for began_s in idle.began_s if began_s >= arrived_s[0])
-            assert first_s - arrived_s[0] <= 2 * STEP_S  # the step at hand, in which it claims its request
+            assert await waited_s(system, idle, "late", expected) <= 2 * STEP_S  # in one it claims its request
             assert idle.part.num_busy > 0 and full.part.num_steps == idle.part.num_steps
             await asyncio.gather(*(system.listener.over(name).wait() for name in running))
+
+    run_virtual(main())
+
+
+def test_a_rank_that_waits_for_who_reads_its_tokens_is_called_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a request and does not go on with it: its group is asleep, but must not be so for others."""
+
+    async def main() -> None:
+        (expected,) = await alone("late", max_tokens=20)
+        async with core(1, 0, COST) as system:
+            _, other = await add_group(system, Role.DECODE, Crew(2))
+            waiting, other_actor = (system.actors[f"decode/dg-{rank}"] for rank in range(2))
+            assert isinstance(waiting, Decode)
+            await other_actor.drain()
+            await system.send(submit("r", max_tokens=300))
+            await asyncio.sleep(0.5)
+            with monkeypatch.context() as behind:
+                behind.setattr(waiting._outbox, "is_backlogged", lambda destination: True)
+                await asyncio.sleep(PAUSE_S)
+                assert not other.part.is_awake
+                await waiting.drain()
+                other_actor.is_draining = False
+                await other_actor.report_load()
+                assert await waited_s(system, other, "late", expected) <= 2 * STEP_S
+            await system.listener.over("r").wait()
 
     run_virtual(main())
 
