@@ -33,6 +33,7 @@ app.command("run.simulate.command:app", name="simulate", help="Compare policies 
 bench.command("run.bench.bus:bench_bus", name="bus", help="What the bus costs, beside raw nats-py.")
 bench.command("run.bench.engine:bench_engine", name="engine", help="Tokens per second of the engine, and their cost.")
 bench.command("run.bench.ep:bench_ep", name="ep", help="Decoding with the experts spread over 1, 2 and 4 processes.")
+bench.command("run.bench.experts:bench_experts", name="experts", help="Loads, steps, answers while hot experts move.")
 bench.command("run.bench.cost:bench_cost", name="cost", help="How well the time of prefill is foretold.")
 bench.command("run.bench.turns:bench_turns", name="turns", help="What the second turn of a conversation costs.")
 bench.command("run.bench.frontend:bench_frontend", name="frontend", help="Events per second through the front end.")
