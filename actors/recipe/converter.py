@@ -18,6 +18,7 @@ from actors.recipe.fields import Refusal
 from actors.recipe.images import Source, check_room, expand, number_of
 from actors.recipe.normalise import Normal, normalise, parse
 from actors.recipe.protocol import REQUESTS
+from actors.recipe.vocabulary import ragged, vocabulary
 from schemas.api import Call, Protocol
 from schemas.bulk import Payload
 from schemas.failure import Code
@@ -114,6 +115,7 @@ class Converter:
         )
         self._options = options.with_model_versions_by_name(names).with_special_tokens(special)
         self._user_token = self._id_of(special, library.SpecialToken.User)
+        self.ragged = ragged(vocabulary(card.tokenizer_path))
 
     def _special_tokens(self) -> Any:
         """The library's spellings, but the image token as this tokenizer spells it: its id is what counts."""
@@ -215,7 +217,7 @@ class Converter:
     @functools.cached_property
     def _longest_token_bytes(self) -> int:
         """Read when a long prompt asks for it. Byte-level BPE: one character of an entry is one byte of text."""
-        return max(map(len, orjson.loads(self.card.tokenizer_path.read_bytes())["model"]["vocab"]))
+        return max(map(len, vocabulary(self.card.tokenizer_path)))
 
     def _in_order(self, request: Any, images: list[Source]) -> list[Source]:
         """The images as the prompt has them: tool results are put into the order of their calls."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 from typing import Protocol as Interface
 
@@ -28,9 +29,10 @@ _TIMES = re.compile(rb'"(created_at|completed_at)":\d+')
 class Session:
     """The output side of one request: tokens in, finished JSON out.
 
-    Streams give their events one by one (one push of the library per token, so the events do not depend on how
-    tokens were grouped); other requests give one body at the end. Nothing is given before the first token or the
-    end, so that a request that fails earlier can still be answered with a proper status.
+    In a stream the tokens that come together are one event, or few where the protocol's own borders lie among them
+    (thinking and answer, a call and its arguments): how they are grouped shows in nothing but that. Other requests
+    give one body at the end. Nothing is given before the first token or the end, so that a request that fails earlier
+    can still be answered with a proper status.
     """
 
     def __init__(self, converter: Converter, prepared: Prepared, request_id: str, created_s: int) -> None:
@@ -41,13 +43,19 @@ class Session:
         self._protocol = prepared.protocol
         self._request_id = request_id
         self._eos = converter.card.eos_token
+        self._ragged = converter.ragged
         self._num_events = 0
         self._num_prompt_tokens = prepared.num_prompt_tokens
         id = response_id(prepared.protocol, request_id)
         generator = REQUESTS[prepared.protocol].chunk_generator(prepared.request, id, prepared.model)
         if prepared.protocol is Protocol.RESPONSES:
             generator = generator.with_echo(prepared.echo).with_namespace_tool_map(prepared.namespaces)
-        self._processor = library.StreamProcessor(generator, prepared.request.parsing_options, converter.tokenizer)
+        options = prepared.request.parsing_options
+        self._processor = library.StreamProcessor(generator, options, converter.tokenizer)
+        self._scout: Any = None
+        if options.stop_sequences:
+            scouting = REQUESTS[prepared.protocol].chunk_generator(prepared.request, id, prepared.model)
+            self._scout = library.StreamProcessor(scouting, options, converter.tokenizer)
         self._body: Any = None
         if not self.is_stream:  # how many tokens of the prompt were cached comes with the first event
             body = RESPONSES[prepared.protocol]
@@ -70,18 +78,39 @@ class Session:
         Raises Refusal(internal) if the library cannot go on.
         """
         events: list[_Event] = [] if self._is_ready else self._ready()
-        processor, eos = self._processor, self._eos
+        new = [token for token in tokens if token != self._eos]
         try:
-            for token in tokens:
-                if token != eos:
-                    self.num_tokens += 1
-                    events += processor.push(_tokens([token]))
-                    if processor.finished:
-                        self.is_stopped = True
-                        break
+            if self._scout is not None:
+                new = self._up_to_stop(new)
+            for start, end in self._pieces(new):
+                events += self._processor.push(_tokens(new[start:end]))
         except (RuntimeError, OverflowError) as error:
             raise Refusal(Code.INTERNAL, f"the output could not be decoded: {error}") from error
+        self.num_tokens += len(new)
+        self.is_stopped = self._processor.finished
         return self._take(events)
+
+    def _pieces(self, tokens: list[int]) -> Iterator[tuple[int, int]]:
+        """(start, end) of what to push at once: of tokens that end within a character the library would hold back all,
+        so the last ones that may, mostly none, go one by one."""
+        whole = len(tokens)
+        while whole and tokens[whole - 1] in self._ragged:
+            whole -= 1
+        if whole:
+            yield 0, whole
+        for i in range(whole, len(tokens)):
+            yield i, i + 1
+
+    def _up_to_stop(self, tokens: list[int]) -> list[int]:
+        """The tokens up to the one that ends a stop sequence: of one push the library counts all, and so would a bill.
+
+        The scout gets them one by one, and its events are nobody's.
+        """
+        for i, token in enumerate(tokens, 1):
+            self._scout.push(_tokens([token]))
+            if self._scout.finished:
+                return tokens[:i]
+        return tokens
 
     def finish(self, reason: FinishReason, completed_s: int) -> list[bytes]:
         """The last events of a stream, or the whole body. `completed_s` is unix time."""

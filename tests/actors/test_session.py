@@ -67,15 +67,42 @@ TEXT = "Hello there, 你好 🦀! naïve — done."
 
 
 @pytest.mark.parametrize("protocol", GENERATING)
-@pytest.mark.parametrize("size", [1, 3, 1000])
-def test_events_do_not_depend_on_grouping(converter: Converter, protocol: Protocol, size: int) -> None:
+def test_tokens_that_come_together_are_one_event(converter: Converter, protocol: Protocol) -> None:
+    prepared = prepare(converter, protocol, stream=True)
+    tokens = converter.tokenizer.encode("One after the other.")
+    parts = [tokens[:4], tokens[4:5], tokens[5:]]
+    session = Session(converter, prepared, ID, 1700000000)
+    session.push([])
+    events = [json.loads(item) for part in parts for item in session.push(part)]
+    texts = [text for event in events if (text := text_of(protocol, [event]))]
+    assert len(texts) == 3 and "".join(texts) == "One after the other."
+
+
+@pytest.mark.parametrize("protocol", GENERATING)
+def test_what_is_said_does_not_depend_on_grouping(converter: Converter, protocol: Protocol) -> None:
     tokens = converter.tokenizer.encode(TEXT)
     prepared = prepare(converter, protocol, stream=True)
-    parts = [tokens[i : i + size] for i in range(0, len(tokens), size)]
-    events = list(run(converter, prepared, parts))
-    assert events == list(run(converter, prepared, [[token] for token in tokens]))
-    assert text_of(protocol, events) == TEXT
-    assert usage_of(protocol, events) == (prepared.num_prompt_tokens, len(tokens))
+    for size in (1, 2, 3, 5, 1000):
+        events = list(run(converter, prepared, [tokens[i : i + size] for i in range(0, len(tokens), size)]))
+        assert text_of(protocol, events) == TEXT
+        assert usage_of(protocol, events) == (prepared.num_prompt_tokens, len(tokens))
+
+
+def test_events_of_a_group_part_where_the_protocol_does(converter: Converter) -> None:
+    """Thinking, answer and call in one group: what a client puts together is as of single tokens."""
+    tokens = converter.tokenizer.encode("Let me see.</think>Yes, it is." + CALLS)
+    tools = [{"type": "function", "function": {"name": "f", "parameters": TOOL}}]
+    prepared = prepare(converter, CHAT, stream=True, thinking={"type": "enabled"}, tools=tools)
+    said = []
+    for size in (1, 5, len(tokens)):
+        parts = [tokens[i : i + size] for i in range(0, len(tokens), size)]
+        events = list(run(converter, prepared, parts))
+        deltas = [event["choices"][0]["delta"] for event in events]
+        calls = [call["function"]["arguments"] for delta in deltas for call in delta.get("tool_calls", [])]
+        thought = "".join(delta.get("reasoning_content") or "" for delta in deltas)
+        said.append((thought, text_of(CHAT, events), "".join(calls), events[-1]["usage"]))
+    assert said[0][:3] == ("Let me see.", "Yes, it is.", '{"a": "hi"}')
+    assert said[0] == said[1] == said[2]
 
 
 @pytest.mark.parametrize("protocol", GENERATING)
@@ -106,6 +133,8 @@ def test_an_output_cut_within_a_character_still_ends(converter: Converter) -> No
     events = list(run(converter, prepare(converter, CHAT, stream=True), [tokens], FinishReason.LENGTH))
     assert events[-1]["choices"][0]["finish_reason"] == "length"
     assert text_of(CHAT, events) == "a"
+    session = Session(converter, prepare(converter, CHAT, stream=True), ID, 0)
+    assert text_of(CHAT, [json.loads(item) for item in session.push(tokens)]) == "a", "held back for the rest of it"
 
 
 def test_the_end_token_is_not_text(converter: Converter) -> None:
@@ -222,6 +251,9 @@ def test_every_pair_of_chunkings_of_a_stop_sequence(converter: Converter) -> Non
     """Wherever the tokens are cut into two groups, the same is said and the same is left out."""
     tokens = converter.tokenizer.encode("one two three")
     prepared = prepare(converter, CHAT, stream=True, stop=["two t"])
-    outcomes = {json.dumps(list(run(converter, prepared, [tokens[:cut], tokens[cut:]]))) for cut in range(len(tokens))}
+    outcomes = set()
+    for cut in range(len(tokens)):
+        events = list(run(converter, prepared, [tokens[:cut], tokens[cut:]]))
+        outcomes.add((text_of(CHAT, events), str(events[-1])))
     assert len(outcomes) == 1
-    assert text_of(CHAT, json.loads(outcomes.pop())) == "one "
+    assert outcomes.pop()[0] == "one "
