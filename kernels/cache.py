@@ -9,9 +9,9 @@ import torch
 from kernels import replay
 from kernels.config import ModelConfig
 from kernels.engine import BLOCK_TOKENS, Admission
-from kernels.kvpages import KVPages, checked, num_blocks_of
+from kernels.kvpages import KVPages, checked
 from kernels.ops.pack import Record, gather, pack, window_rows, window_values
-from kernels.pages import PoolFull
+from kernels.pages import PoolFull, num_blocks_of
 from kernels.replay import Starts
 
 _CPU = torch.device("cpu")
@@ -102,6 +102,16 @@ class StatePool:
         self._starts[slot] = Starts()
         self._begin(slot, 0, 0)
         return slot
+
+    def grow(self, slot: int, num_tokens: int) -> None:
+        """Make room in a slot for `num_tokens` in all, if that is more than it has. Raises ValueError for more than
+        `max_tokens`, PoolFull; then nothing changed."""
+        self._need(slot)
+        if num_tokens > self.max_tokens:
+            raise ValueError(f"slot {slot} cannot hold {num_tokens} tokens, only {self.max_tokens}")
+        if num_tokens > self._room[slot]:
+            self.kv.grow(slot, num_blocks_of(num_tokens) - num_blocks_of(self._room[slot]))
+            self._room[slot] = num_tokens
 
     def free(self, slot: int) -> None:
         """Give a slot back. Raises ValueError when it is not in use."""

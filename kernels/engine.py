@@ -205,6 +205,13 @@ class Engine(Protocol):
         """
         ...
 
+    def grow(self, key: str, num_tokens: int) -> bool:
+        """Reserve room for `num_tokens` of prompt plus output, if that is more than it has; no state is moved.
+
+        False, and nothing changed: there is no room now, or no request may be as long. Not while a step is running.
+        """
+        ...
+
     def attach(self, key: str, images: Sequence[ImageRows]) -> None:
         """Give the images of an admitted request's prompt, once, before its first chunk and before `resume`.
 

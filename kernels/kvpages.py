@@ -9,7 +9,7 @@ from kernels.config import ModelConfig
 from kernels.engine import BLOCK_TOKENS, Admission
 from kernels.kvlayout import KVLayout
 from kernels.ops.index import KEY_TILE
-from kernels.pages import PagePool
+from kernels.pages import PagePool, num_blocks_of
 
 _RATIO = 2  # the largest one
 
@@ -50,6 +50,12 @@ class KVPages:
         self._num_reserved[slot] = len(blocks)
         for pages in self.main.values():  # what a row without picks reads, and hides
             pages[int(self.tables[slot, 0]), 0] = 0
+
+    def grow(self, slot: int, num: int) -> None:
+        """Give a slot so many blocks more, behind those that it has. Raises PoolFull."""
+        first = self._num_reserved[slot]
+        self.tables[slot, first : first + num] = self._pages.take(num)
+        self._num_reserved[slot] = first + num
 
     def free(self, slot: int) -> None:
         """Give a slot's blocks back."""
@@ -94,11 +100,6 @@ class KVPages:
         per_block = pages.shape[1]
         rows = np.arange(num_tokens * per_block // BLOCK_TOKENS)
         return torch.from_numpy(self.tables[slot, rows // per_block] * per_block + rows % per_block)
-
-
-def num_blocks_of(num_tokens: int) -> int:
-    """Blocks that hold `num_tokens`."""
-    return -(-num_tokens // BLOCK_TOKENS)
 
 
 def num_tile_blocks(num_tokens: int) -> int:

@@ -29,10 +29,10 @@ from kernels.engine import (
 )
 from kernels.group import Group, GroupSpec
 from kernels.kvlayout import KVLayout
-from kernels.kvpages import num_blocks_of
 from kernels.lockstep import Lockstep
 from kernels.member import LocalMember
 from kernels.model import ComputeDtype, load_model
+from kernels.pages import num_blocks_of
 from kernels.requests import Requests, check_images
 from kernels.revision import revision
 from kernels.slots import SlotRequest, export_state, read_blocks, read_windows, restore_state, resume
@@ -132,6 +132,13 @@ class LocalEngine:
         if bounded_prompt:
             pool.plan_replay(slot, bounded_prompt)
         return Admission.OK
+
+    def grow(self, key: str, num_tokens: int) -> bool:
+        pool = self._loaded().pool
+        if self._requests.grow(key, num_tokens, self._info, pool.kv.num_free) is None:
+            return False
+        pool.grow(self._requests[key].slot, num_tokens)
+        return True
 
     def attach(self, key: str, images: Sequence[ImageRows]) -> None:
         request = self._requests.to_attach(key)

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kernels.engine import Admission
+from kernels.engine import BLOCK_TOKENS, Admission
+
+
+def num_blocks_of(num_tokens: int) -> int:
+    """Blocks that hold `num_tokens`."""
+    return -(-num_tokens // BLOCK_TOKENS)
 
 
 class PoolFull(RuntimeError):

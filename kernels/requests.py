@@ -17,6 +17,7 @@ from kernels.engine import (
     Sampling,
     StateError,
 )
+from kernels.pages import num_blocks_of
 
 NONE = -1  # no token
 
@@ -67,6 +68,23 @@ class Requests(Generic[R]):
             return Admission.LATER
         self._requests[key] = self._make(num_tokens, sampling, bounded_prompt)
         return Admission.OK
+
+    def grow(self, key: str, num_tokens: int, info: EngineInfo, num_free: int) -> int | None:
+        """Count `num_tokens` as reserved; the blocks that takes beside those it has, None when not as many are free or
+        no request may be as long. Less than it has changes nothing. Raises KeyError."""
+        request = self._requests[key]
+        if num_tokens > info.max_tokens:
+            return None
+        num_more = max(num_blocks_of(num_tokens) - num_blocks_of(request.num_reserved), 0)
+        if num_more > num_free:
+            return None
+        request.num_reserved = max(request.num_reserved, num_tokens)
+        return num_more
+
+    @property
+    def num_blocks(self) -> int:
+        """Of 128 tokens, reserved by all of them."""
+        return sum(num_blocks_of(request.num_reserved) for request in self._requests.values())
 
     def pop(self, key: str) -> R | None:
         """Forget a request; None when there is none of that key."""

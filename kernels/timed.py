@@ -26,6 +26,7 @@ from kernels.engine import (
     StateError,
     Tokens,
 )
+from kernels.pages import num_blocks_of
 from kernels.requests import NONE, Request, Requests, check_restored
 from kernels.seal import seal, unseal
 
@@ -106,6 +107,7 @@ class TimedEngine:
         self._mean_output = mean_output
         self._most_accepted = most_accepted
         self._requests = Requests(_Request)
+        self._num_blocks = info.capacity_tokens // BLOCK_TOKENS
 
     @property
     def info(self) -> EngineInfo:
@@ -119,7 +121,17 @@ class TimedEngine:
         pass
 
     def admit(self, key: str, num_tokens: int, sampling: Sampling, *, bounded_prompt: int = 0) -> Admission:
-        return self._requests.admit(key, num_tokens, sampling, self._info, bounded_prompt)
+        if num_blocks_of(num_tokens) > self._num_blocks:
+            return Admission.NEVER
+        admission = self._requests.admit(key, num_tokens, sampling, self._info, bounded_prompt)
+        if self._requests.num_blocks > self._num_blocks:
+            self._requests.pop(key)
+            return Admission.LATER
+        return admission
+
+    def grow(self, key: str, num_tokens: int) -> bool:
+        num_free = self._num_blocks - self._requests.num_blocks
+        return self._requests.grow(key, num_tokens, self._info, num_free) is not None
 
     def attach(self, key: str, images: Sequence[ImageRows]) -> None:
         request = self._requests.to_attach(key)

@@ -83,6 +83,16 @@ class SimEngine:
         self._num_reserved += num_tokens
         return Admission.OK
 
+    def grow(self, key: str, num_tokens: int) -> bool:
+        """Steps that are taken as one go on past what is reserved: it is grown after them."""
+        request = self._requests[key]
+        num_more = max(0, num_tokens - request.num_reserved)
+        if num_tokens > self._info.max_tokens or self._num_reserved + num_more > self._info.capacity_tokens:
+            return False
+        request.num_reserved += num_more
+        self._num_reserved += num_more
+        return True
+
     def attach(self, key: str, images: Sequence[ImageRows]) -> None:
         """Images take no time of their own."""
 

@@ -192,6 +192,29 @@ def test_room_is_reserved_in_blocks_and_says_ok_later_or_never(mini: Model) -> N
     assert [small.admit(num) for num in (256, 257)] == [Admission.OK, Admission.NEVER]
 
 
+def test_a_slot_grows_by_blocks_while_there_are_some(mini: Model) -> None:
+    pool = StatePool(mini.config, 2, 512, num_blocks=4)
+    first, second = pool.alloc(130), pool.alloc(10)
+    tokens = [number % 251 for number in range(300)]
+    run(mini, pool, first, tokens[:130])
+    pool.grow(first, 200)
+    pool.grow(first, 50)
+    assert pool.kv.num_free == 1 and pool.room(first) == 200
+    pool.grow(first, 300)
+    with pytest.raises(PoolFull):
+        pool.grow(second, 129)
+    with pytest.raises(ValueError, match="only 512"):
+        pool.grow(second, 513)
+    assert pool.kv.num_free == 0 and pool.room(second) == 10
+    got = run(mini, pool, first, tokens[130:])
+    pool.free(second)
+    pool.free(first)
+    assert pool.kv.num_free == 4
+    slot = pool.alloc(300)
+    run(mini, pool, slot, tokens[:130])
+    assert torch.equal(run(mini, pool, slot, tokens[130:]), got)
+
+
 def test_scattered_blocks_hold_what_consecutive_ones_hold(mini: Model) -> None:
     tokens = [(7 * number) % 251 for number in range(400)]
     pool = StatePool(mini.config, 4, 512)

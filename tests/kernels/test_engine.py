@@ -117,6 +117,26 @@ class TestEngine:
 
         self.drive(make, body)
 
+    def test_one_that_grows_makes_what_one_makes_that_had_all_its_room(self, make: Make) -> None:
+        async def body(engine: Engine) -> None:
+            prompt = tokens(125)
+            whole = await generate(engine, "whole", prompt, 24)
+            assert engine.admit("r", 126, GREEDY) is Admission.OK
+            await engine.prefill([Chunk("r", prompt)])
+            found: list[int] = []
+            while len(found) < 24:
+                assert engine.grow("r", len(prompt) + len(found)) and engine.grow("r", 1)  # no less than it has
+                found += (await engine.decode(["r"]))[0]
+            assert found[:24] == whole
+            assert not engine.grow("r", engine.info.max_tokens + 1)
+            with pytest.raises(KeyError):
+                engine.grow("x", 1)
+            with pytest.raises(ValueError, match="are needed"):
+                while True:
+                    await engine.decode(["r"])
+
+        self.drive(make, body)
+
     def test_unknown_keys(self, make: Make) -> None:
         async def body(engine: Engine) -> None:
             assert engine.admit("known", 40, GREEDY) is Admission.OK

@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from kernels.engine import Chunk
+from kernels.engine import Admission, Chunk
 from kernels.timed import StepCost, TimedEngine
 from tests.conftest import Run
 from tests.kernels.test_engine import GREEDY, TIMED, WARM, generate, tokens
@@ -58,3 +58,16 @@ def test_every_prompt_token_and_its_place_matter(run_async: Run) -> None:
 
 
 GOLDEN = [1918, 107, 342, 331]
+
+
+def test_room_is_counted_in_blocks_and_grows_while_there_is_some() -> None:
+    small = dataclasses.replace(TIMED, num_slots=4, capacity_tokens=3 * 128 + 100)
+    engine = TimedEngine(small, vocabulary=range(3, 50))
+    assert engine.admit("huge", 385, GREEDY) is Admission.NEVER
+    assert engine.admit("a", 100, GREEDY) is Admission.OK and engine.admit("b", 129, GREEDY) is Admission.OK
+    assert engine.admit("c", 1, GREEDY) is Admission.LATER
+    assert engine.grow("a", 128) and not engine.grow("a", 129)
+    engine.free("b")
+    assert engine.grow("a", 384) and engine.admit("c", 1, GREEDY) is Admission.LATER
+    engine.free("a")
+    assert engine.admit("c", 384, GREEDY) is Admission.OK
