@@ -86,7 +86,6 @@ class Recent:
             return None
         counts = [[np.frombuffer(layer, "<u4") for layer in one.used] for one in self._reports.values()]
         self._rows.append([np.sum(of_layer, axis=0, dtype=np.float64) for of_layer in zip(*counts, strict=True)])
-        self._reports = {}
         self._num_since += 1
         if self._planned is not None and all(version >= self._planned.version for version in self._versions.values()):
             self._planned = None

@@ -6,13 +6,14 @@ import asyncio
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 from msgspec import structs
 
 from actors.balancers.actor import ExpertBalancer
-from actors.balancers.experts import FIRST, Groups, Planned, Recent
+from actors.balancers.experts import FIRST, WINDOW, Groups, Planned, Recent
 from bus.actor import Actor
 from bus.bus import Delivery, decoder
-from bus.subjects import EXPERTS, PLACE_DECODE
+from bus.subjects import EXPERTS, PLACE_DECODE, PLACE_PREFILL, Subject
 from run.simulator import World
 from run.virtual import run_virtual
 from schemas.experts import ExpertsUsed, PlaceExperts
@@ -102,8 +103,10 @@ def test_a_plan_is_said_again_until_all_ranks_have_carried_it_out() -> None:
     assert recent.question(used(0, 0)) is None
     assert recent.report(used(1616, 0, version=found.version)) is None
     assert recent.report(used(1616, 1)) == found
-    hear(recent, 102, FIRST, version=found.version)
-    again = planned(recent)  # the ranks report no other places, so they are to be changed again
+    hear(recent, 102, WINDOW, version=found.version)
+    question = recent.question(used(0, 0))
+    assert question is not None and len(question.rows) == WINDOW
+    again = recent.advised(question, question.answer(), NOW_NS)  # ranks report the old places still
     assert again is not None and again.version > found.version
 
 
@@ -129,12 +132,13 @@ def test_ranks_that_have_met_again_begin_anew() -> None:
     anew = groups.of(used(16, 0, generation=8))
     hear(anew, FIRST, 1)
     assert anew.generation == 8 and anew.question(used(0, 0)) is None
-    of_prefill = structs.replace(used(16, 0), role=Role.PREFILL)
-    assert groups.of(of_prefill) is not anew
-    assert groups.detail() == {"groups": 2.0, "plans": 0.0, "imbalance": 1.0}
+    for other in (structs.replace(used(16, 0), role=Role.PREFILL), structs.replace(used(16, 0), group="e-0")):
+        assert groups.of(other) is not anew
+    assert groups.detail() == {"groups": 3.0, "plans": 0.0, "imbalance": 1.0}
 
 
-def test_the_actor_tells_every_rank_until_all_have_done_it() -> None:
+@pytest.mark.parametrize(("role", "place"), [(Role.DECODE, PLACE_DECODE), (Role.PREFILL, PLACE_PREFILL)])
+def test_the_actor_tells_every_rank_until_all_have_done_it(role: Role, place: Subject[PlaceExperts, None]) -> None:
     async def main() -> None:
         world = World(0)
         told: list[tuple[str, PlaceExperts]] = []
@@ -143,16 +147,16 @@ def test_the_actor_tells_every_rank_until_all_have_done_it() -> None:
             told.append((delivery.subject, decoder(PlaceExperts).decode(delivery.body)))
 
         ranks = await world.bus("ranks")
-        await ranks.wire.subscribe("shoal.decode.*.place", on_delivery)
+        await ranks.wire.subscribe("shoal.*.*.place", on_delivery)
         actor: Actor = ExpertBalancer("xb0", await world.bus("xb0"))
         await world.add(actor)
         await asyncio.sleep(1)
         for step in range(1, FIRST + 2):
             for rank in range(2):
-                await ranks.tell(EXPERTS.at(Role.DECODE), used(16 * step, rank))
+                await ranks.tell(EXPERTS.at(role), structs.replace(used(16 * step, rank), role=role))
             await asyncio.sleep(0.1)
         first, *rest = (message for _, message in told)
-        assert {subject for subject, _ in told} == {PLACE_DECODE.at("d-0").name, PLACE_DECODE.at("d-1").name}
+        assert {subject for subject, _ in told} == {place.at(f"d-{rank}").name for rank in range(2)}
         assert (first.generation, first.version) == (7, int(3.4e9)) and len(told) == 4 and rest == [first] * 3
         assert actor.load().detail["plans"] == 1.0
         await world.stop()
