@@ -52,6 +52,7 @@ class Prepared:
     num_prompt_tokens: int
     sampling: Sampling
     max_tokens: int
+    min_tokens: int
     is_stream: bool
     ignored: list[str]
     images: list[Image]
@@ -70,7 +71,7 @@ class Prepared:
             prompt=prompt,
             num_prompt_tokens=self.num_prompt_tokens,
             sampling=self.sampling,
-            limits=Limits(max_tokens=self.max_tokens, deadline_ns=call.deadline_ns),
+            limits=Limits(max_tokens=self.max_tokens, deadline_ns=call.deadline_ns, min_tokens=self.min_tokens),
             images=self.images,
             exact=self.exact,
             cache=cache,
@@ -151,17 +152,14 @@ class Converter:
             max_tokens = request.resolve_max_tokens(len(prompt), self.card.context_tokens)
         except library.ConversionError as error:
             raise Refusal(Code.CONTEXT_LENGTH, _message(error), _prompt_field(draft.protocol)) from None
-        options = request.inference_options
-        # The library fixes both for some modes; what the client said outright holds (spec recipe.md §5).
-        temperature = options.temperature if normal.temperature is None else normal.temperature
-        top_p = options.top_p if normal.top_p is None else normal.top_p
         return Prepared(
             protocol=draft.protocol,
             model=normal.model,
             prompt=prompt.tobytes(),
             num_prompt_tokens=len(prompt),
-            sampling=Sampling(temperature=temperature, top_p=top_p, seed=seed if normal.seed is None else normal.seed),
+            sampling=normal.choice.sampling(request.inference_options, seed),
             max_tokens=max_tokens,
+            min_tokens=normal.choice.least(max_tokens),
             is_stream=request.stream,
             ignored=normal.ignored,
             images=images,

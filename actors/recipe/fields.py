@@ -52,8 +52,16 @@ def _refused(*neutral: Any, note: str = "") -> Field:
 _TEMPERATURE = "0 is greedy; an explicit value also holds while thinking"
 _TOP_P = "an explicit value also holds outside thinking"
 _SEED = "drawn at random when absent"
+_MIN_TOKENS = "an extension; before, the model does not end by itself; a stop string still ends the answer"
+_IGNORE_EOS = "an extension, for benchmarks; `true`: `min_tokens` is as many as there may be at most"
+_LOGPROBS = "of the model's own choice, before temperature, top-p and what else narrows it"
+_TOP_LOGPROBS = "0 to 20: how many of the likeliest tokens are named beside each"
+_NO_PENALTY = "use temperature and top_p"
+_NO_CUT = "use top_p"
 _EXACT = "an extension; `true`: no cached block is read, and no layer is skipped for any token of the prompt"
 _STRICT = "arguments are not constrained to the schema yet"
+_OBFUSCATION = "there is none"
+_SUMMARY = "the reasoning itself is shown"
 _DETAIL = "every image gets the size that the model wants"
 _NO_CONSTRAINT = "output constraints are not enforced yet"
 
@@ -67,13 +75,19 @@ _CHAT: dict[str, Field] = {
     "temperature": _honoured(_TEMPERATURE),
     "top_p": _honoured(_TOP_P),
     "seed": _honoured(_SEED),
+    "min_tokens": _honoured(_MIN_TOKENS),
+    "ignore_eos": _honoured(_IGNORE_EOS),
     "exact": _honoured(_EXACT),
     "stop": _honoured("in the answer, not in the reasoning"),
+    "logprobs": _honoured(_LOGPROBS + "; those of the reasoning are in `reasoning_content` beside `content`"),
+    "top_logprobs": _honoured(_TOP_LOGPROBS + "; with `logprobs`"),
     "tools": _honoured("functions; calls are parsed from the output as the model writes them"),
     "tool_choice": _honoured("`auto` and `none`; others are refused: " + _NO_CONSTRAINT),
-    "thinking": _honoured("`type`: enabled, disabled, adaptive (as enabled); `budget_tokens` is ignored"),
+    "thinking": _honoured("`type`: enabled, disabled, adaptive (as enabled)"),
     "reasoning_effort": _honoured("`none` turns thinking off"),
     "response_format": _honoured("`text`; others are refused: " + _NO_CONSTRAINT),
+    "stream_options.include_obfuscation": _ignored(_OBFUSCATION),
+    "thinking.budget_tokens": _ignored(),
     "tools[].function.strict": _ignored(_STRICT),
     "messages[].name": _ignored(),
     "messages[].refusal": _ignored(),
@@ -93,21 +107,19 @@ _CHAT: dict[str, Field] = {
     "messages[].audio": _refused(),
     "messages[].function_call": _refused(note="use tool_calls"),
     "audio": _refused(),
-    "frequency_penalty": _refused(0),
+    "frequency_penalty": _refused(0, note=_NO_PENALTY),
     "function_call": _refused("auto", "none", note="use tool_choice"),
     "functions": _refused([], note="use tools"),
     "logit_bias": _refused({}),
-    "logprobs": _refused(False),
-    "min_p": _refused(0),
+    "min_p": _refused(0, note=_NO_CUT),
     "modalities": _refused(["text"]),
     "moderation": _refused(),
-    "n": _refused(1),
+    "n": _refused(1, note="send it n times, with a seed each: their common prompt is computed once"),
     "parallel_tool_calls": _refused(True),
     "prediction": _refused(),
-    "presence_penalty": _refused(0),
-    "repetition_penalty": _refused(1),
-    "top_k": _refused(-1, 0),
-    "top_logprobs": _refused(0),
+    "presence_penalty": _refused(0, note=_NO_PENALTY),
+    "repetition_penalty": _refused(1, note=_NO_PENALTY),
+    "top_k": _refused(-1, 0, note=_NO_CUT),
     "verbosity": _refused("medium"),
     "web_search_options": _refused(),
 }
@@ -117,16 +129,25 @@ _RESPONSES: dict[str, Field] = {
     "input": _honoured("text, or messages, reasoning (its `content`), calls, their outputs; text and images in them"),
     "instructions": _honoured(),
     "stream": _honoured(),
-    "stream_options": _honoured("nothing in it changes the events"),
+    "stream_options": _honoured(),
     "max_output_tokens": _honoured(),
     "temperature": _honoured(_TEMPERATURE),
     "top_p": _honoured(_TOP_P),
     "seed": _honoured("an extension; " + _SEED),
+    "min_tokens": _honoured(_MIN_TOKENS),
+    "ignore_eos": _honoured(_IGNORE_EOS),
     "exact": _honoured(_EXACT),
+    "top_logprobs": _honoured(_TOP_LOGPROBS + "; more than 0 asks for logprobs"),
+    "include": _honoured("`message.output_text.logprobs`: " + _LOGPROBS + "; all else is ignored"),
     "tools": _honoured("functions, namespaces and custom `apply_patch`; others are refused"),
     "tool_choice": _honoured("`auto` and `none`; others are refused: " + _NO_CONSTRAINT),
-    "reasoning": _honoured("`effort`; `summary` is ignored"),
+    "reasoning": _honoured("`effort`"),
     "text": _honoured("`format` text; others are refused: " + _NO_CONSTRAINT),
+    "reasoning.context": _ignored(),
+    "reasoning.generate_summary": _ignored(_SUMMARY),
+    "reasoning.mode": _ignored(),
+    "reasoning.summary": _ignored(_SUMMARY),
+    "stream_options.include_obfuscation": _ignored(_OBFUSCATION),
     "tools[].strict": _ignored(_STRICT),
     "input[].summary": _ignored("of reasoning items"),
     "input[].encrypted_content": _ignored("of reasoning items"),
@@ -135,7 +156,6 @@ _RESPONSES: dict[str, Field] = {
     "content[].logprobs": _ignored(),
     "content[].prompt_cache_breakpoint": _ignored(),
     "access_programs": _ignored(),
-    "include": _ignored("except `message.output_text.logprobs`, which is refused"),
     "metadata": _ignored(),
     "prompt_cache_key": _ignored("prefixes are found by their tokens"),
     "prompt_cache_options": _ignored(),
@@ -156,7 +176,6 @@ _RESPONSES: dict[str, Field] = {
     "previous_response_id": _refused(note="nothing is stored: send the whole input"),
     "prompt": _refused(),
     "text.verbosity": _refused("medium"),
-    "top_logprobs": _refused(0),
     "truncation": _refused("disabled"),
 }
 
@@ -169,12 +188,18 @@ _MESSAGES: dict[str, Field] = {
     "temperature": _honoured(_TEMPERATURE),
     "top_p": _honoured(_TOP_P),
     "seed": _honoured("an extension; " + _SEED),
+    "min_tokens": _honoured(_MIN_TOKENS),
+    "ignore_eos": _honoured(_IGNORE_EOS),
     "exact": _honoured(_EXACT),
     "stop_sequences": _honoured("in the answer, not in the reasoning"),
-    "thinking": _honoured("`type`: enabled, disabled, adaptive (as enabled); `budget_tokens` is ignored"),
+    "thinking": _honoured("`type`: enabled, disabled, adaptive (as enabled)"),
     "tools": _honoured("client tools; server tools are refused"),
     "tool_choice": _honoured("`auto` and `none`; others are refused: " + _NO_CONSTRAINT),
     "output_config": _honoured("`effort`; `format` is refused: " + _NO_CONSTRAINT),
+    "output_config.task_budget": _ignored(),
+    "thinking.block_binding": _ignored(),
+    "thinking.budget_tokens": _ignored(),
+    "thinking.display": _ignored("what the model thinks is always shown"),
     "tools[].strict": _ignored(_STRICT),
     "content[].cache_control": _ignored("prefixes are found by their tokens"),
     "content[].caller": _ignored(),
@@ -200,7 +225,7 @@ _MESSAGES: dict[str, Field] = {
     "output_format": _refused(),
     "thread": _refused(),
     "tool_choice.disable_parallel_tool_use": _refused(False),
-    "top_k": _refused(-1, 0),
+    "top_k": _refused(-1, 0, note=_NO_CUT),
 }
 
 FIELDS: dict[Protocol, dict[str, Field]] = {
@@ -212,7 +237,8 @@ FIELDS: dict[Protocol, dict[str, Field]] = {
 
 
 def check(protocol: Protocol, body: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The honoured top-level fields of a request, and the names of the ignored ones that were set.
+    """The honoured top-level fields of a request, and the names of the ignored ones that were set, those right inside
+    another one included.
 
     Raises Refusal naming the first field that is refused or unknown.
     """
@@ -230,6 +256,13 @@ def check(protocol: Protocol, body: dict[str, Any]) -> tuple[dict[str, Any], lis
         elif field.use is Use.IGNORED:
             ignored.append(name)
         else:
+            refuse_unless_neutral(protocol, name, value)
+    for name, field in table.items():
+        outer, _, inner = name.partition(".")
+        value = kept[outer].get(inner) if isinstance(kept.get(outer), dict) else None
+        if value is not None and field.use is Use.IGNORED:
+            ignored.append(name)
+        elif value is not None and field.use is Use.REFUSED:
             refuse_unless_neutral(protocol, name, value)
     return kept, ignored
 

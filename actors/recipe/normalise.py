@@ -9,15 +9,14 @@ from typing import Any
 import orjson
 
 from actors.recipe.card import ModelCard
-from actors.recipe.fields import Refusal, check, refuse_unless_neutral
+from actors.recipe.fields import Refusal, check
 from actors.recipe.images import Source, take_images
 from actors.recipe.parts import check_parts
+from actors.recipe.sampling import Choice, boolean, take_choice
 from schemas.api import Protocol
 from schemas.failure import Code
 
 _DOCUMENTS = ("document", "file", "input_file", "input_audio", "input_video", "video_url", "audio_url")
-_MAX_SEED = 2**63
-_LOGPROBS = "message.output_text.logprobs"
 
 
 @dataclass(frozen=True)
@@ -27,9 +26,7 @@ class Normal:
     body: dict[str, Any]
     model: str
     ignored: list[str]
-    temperature: float | None
-    top_p: float | None
-    seed: int | None
+    choice: Choice
     exact: bool
     images: list[Source]
 
@@ -48,8 +45,6 @@ def parse(body: bytes) -> dict[str, Any]:
 def normalise(protocol: Protocol, value: dict[str, Any], card: ModelCard) -> Normal:
     """Check every field, and rewrite what the library would misread. Raises Refusal."""
     body, ignored = check(protocol, value)
-    if protocol is Protocol.RESPONSES and _LOGPROBS in _list(value.get("include")):
-        raise Refusal(Code.UNSUPPORTED, f"include: {_LOGPROBS} is not supported", "include")
     model = body.get("model")
     if not isinstance(model, str) or not model:
         raise Refusal(Code.BAD_REQUEST, "model is missing: give the name of a model as text", "model")
@@ -62,32 +57,16 @@ def normalise(protocol: Protocol, value: dict[str, Any], card: ModelCard) -> Nor
     ignored.extend(check_parts(protocol, body))
     images, ignored_of_images = take_images(protocol, body, card)
     ignored.extend(ignored_of_images)
-    exact = body.pop("exact", False)
-    if not isinstance(exact, bool):
-        raise Refusal(Code.BAD_REQUEST, "exact must be true or false", "exact")
-    seed = body.pop("seed", None) if protocol is not Protocol.CHAT_COMPLETIONS else body.get("seed")
-    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < _MAX_SEED):
-        raise Refusal(Code.BAD_REQUEST, "seed must be a whole number in [0, 2^63)", "seed")
+    choice, ignored_of_choice = take_choice(protocol, body)
+    ignored.extend(ignored_of_choice)
     return Normal(
         body=body,
         model=model,
         ignored=sorted(set(ignored)),
-        temperature=_number(body, "temperature"),
-        top_p=_number(body, "top_p"),
-        seed=seed,
-        exact=exact,
+        choice=choice,
+        exact=boolean(body.pop("exact", False), "exact"),
         images=images,
     )
-
-
-def _number(body: dict[str, Any], name: str) -> float | None:
-    """An explicit number; the library checks its range."""
-    value = body.get(name)
-    if value is None:
-        return None
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise Refusal(Code.BAD_REQUEST, f"{name} must be a number", name)
-    return float(value)
 
 
 def _correct_chat(body: dict[str, Any]) -> list[str]:
@@ -115,7 +94,7 @@ def _correct_chat(body: dict[str, Any]) -> list[str]:
         if isinstance(function, dict) and function.get("strict"):
             ignored.append("tools[].function.strict")
     _refuse_choice(body.get("tool_choice"))
-    return ignored + _ignored_budget(body)
+    return ignored
 
 
 def _correct_responses(body: dict[str, Any]) -> list[str]:
@@ -123,7 +102,6 @@ def _correct_responses(body: dict[str, Any]) -> list[str]:
     text = body.get("text")
     if isinstance(text, dict):
         _refuse_format(text.get("format"), "text.format")
-        refuse_unless_neutral(Protocol.RESPONSES, "text.verbosity", text.get("verbosity"))
     for tool in _dicts(body.get("tools")):
         if tool.get("type") not in ("function", "namespace", "custom"):
             raise Refusal(Code.UNSUPPORTED, f"tools: the type {tool.get('type')!r} is not supported", "tools")
@@ -134,7 +112,7 @@ def _correct_responses(body: dict[str, Any]) -> list[str]:
 
 
 def _correct_messages(body: dict[str, Any]) -> list[str]:
-    ignored = _ignored_budget(body)
+    ignored: list[str] = []
     config = body.get("output_config")
     if isinstance(config, dict):
         _refuse_format(config.get("format"), "output_config.format")
@@ -142,11 +120,7 @@ def _correct_messages(body: dict[str, Any]) -> list[str]:
         body["tools"] = [_without_custom(tool) if isinstance(tool, dict) else tool for tool in body["tools"]]
         if any(tool.get("strict") for tool in _dicts(body["tools"])):
             ignored.append("tools[].strict")
-    choice = body.get("tool_choice")
-    _refuse_choice(choice)
-    if isinstance(choice, dict):
-        name = "tool_choice.disable_parallel_tool_use"
-        refuse_unless_neutral(Protocol.MESSAGES, name, choice.get("disable_parallel_tool_use"))
+    _refuse_choice(body.get("tool_choice"))
     return ignored
 
 
@@ -161,12 +135,6 @@ _CORRECTIONS = {
 def _without_custom(tool: dict[str, Any]) -> dict[str, Any]:
     """A client tool may say so (`type: custom`); the library knows it only by the absence of a type."""
     return {key: value for key, value in tool.items() if key != "type"} if tool.get("type") == "custom" else tool
-
-
-def _ignored_budget(body: dict[str, Any]) -> list[str]:
-    thinking = body.get("thinking")
-    has_budget = isinstance(thinking, dict) and thinking.get("budget_tokens") is not None
-    return ["thinking.budget_tokens"] if has_budget else []
 
 
 def _refuse_format(value: Any, name: str) -> None:

@@ -15,9 +15,10 @@ from actors.recipe.doors import Door, GatewayDoor, InboxDoor
 from actors.recipe.fields import Refusal
 from actors.recipe.session import Session
 from actors.rules.errors import error_body, status
+from actors.rules.logprobs import cut
 from schemas.api import Answer, Call, Called, Protocol
 from schemas.failure import Code, Failure
-from schemas.request import Cancelled, CancelReason, End, Failed, FinishReason, Resend, TokensEmitted
+from schemas.request import Cancelled, CancelReason, End, Failed, FinishReason, Resend, TokenLogprobs, TokensEmitted
 
 tracer = trace.get_tracer("shoal")
 
@@ -110,10 +111,18 @@ class OpenRequest:
             "error": error,
         }
 
-    def apply(self, first_index: int, tokens: list[int], end: End | None, now_s: float, num_cached: int = 0) -> Outcome:
+    def apply(
+        self,
+        first_index: int,
+        tokens: list[int],
+        end: End | None,
+        now_s: float,
+        num_cached: int = 0,
+        logprobs: TokenLogprobs | None = None,
+    ) -> Outcome:
         """Take tokens, and maybe the end, from the shard. Repeated ones are skipped; a gap changes nothing.
 
-        `num_cached`: of the prompt's tokens, with the first of the answer's.
+        `num_cached`: of the prompt's tokens, with the first of the answer's. `logprobs`: of the tokens.
         """
         self.last_event_s = now_s
         self.num_seen = max(self.num_seen, first_index + len(tokens))
@@ -132,7 +141,7 @@ class OpenRequest:
             if new:
                 self.next_index += len(new)
                 self.first_token_s = self.first_token_s or now_s
-                items = session.push(new)
+                items = session.push(new, logprobs and cut(logprobs, known, len(tokens)))
                 if session.is_stopped:
                     reason = CancelReason.STOP_SEQUENCE if end is None else None
                     return Outcome(
@@ -243,8 +252,9 @@ class OpenRequests:
 
         Each of those is told once in SILENCE_S: tokens on their way when a request was cancelled are no news.
         """
-        start, ends, cached, tokens = 0, dict(emitted.ends), dict(emitted.cached), emitted.tokens
-        outcomes, unknown = [], list[str]()
+        ends = {i: end for i, end in emitted.ends if not isinstance(end, Preempted)}  # of no entrypoint's requests
+        start, cached, tokens = 0, dict(emitted.cached), emitted.tokens
+        outcomes, unknown, said = [], list[str](), dict(emitted.logprobs)
         for i, (id, first, count) in enumerate(
             zip(emitted.request_ids, emitted.first_indexes, emitted.counts, strict=True)
         ):
@@ -253,7 +263,8 @@ class OpenRequests:
             if request is not None:
                 # Tokens may overtake the answer to Submit.
                 request.shard = request.shard or shard_of(emitted)
-                outcome = request.apply(first, tokens[start:stop], ends.get(i), now_s, cached.get(i, 0))
+                new = tokens[start:stop]
+                outcome = request.apply(first, new, ends.get(i), now_s, cached.get(i, 0), said.get(i))
                 outcomes.append((request, outcome))
             elif i not in ends and now_s - self._strays.get(id, -SILENCE_S) >= SILENCE_S:
                 unknown.append(id)

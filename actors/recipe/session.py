@@ -15,12 +15,15 @@ from actors.recipe.protocol import REASONS, REQUESTS, RESPONSES, response_id
 from actors.rules.errors import error_body, error_event
 from schemas.api import Protocol
 from schemas.failure import Code, Failure
-from schemas.request import FinishReason
+from schemas.request import FinishReason, TokenLogprobs
 
 
 class _Event(Interface):
     def to_json(self) -> str: ...
 
+
+_Said = list[tuple[float, list[tuple[int, float]]]]
+"""The logprob of each token, and of the likeliest ones in its place, as the library wants them."""
 
 _tokens = library.InferenceChunk.tokens
 _TIMES = re.compile(rb'"(created_at|completed_at)":\d+')
@@ -44,6 +47,7 @@ class Session:
         self._request_id = request_id
         self._eos = converter.card.eos_token
         self._ragged = converter.ragged
+        self._asks_logprobs = prepared.sampling.top_logprobs >= 0
         self._num_events = 0
         self._num_prompt_tokens = prepared.num_prompt_tokens
         id = response_id(prepared.protocol, request_id)
@@ -72,23 +76,38 @@ class Session:
         """Whether an event has been given out."""
         return self._num_events > 0
 
-    def push(self, tokens: list[int]) -> list[bytes]:
+    def push(self, tokens: list[int], logprobs: TokenLogprobs | None = None) -> list[bytes]:
         """The events of these tokens. After it `is_stopped` tells that a stop sequence has ended the answer.
 
-        Raises Refusal(internal) if the library cannot go on.
+        `logprobs` are of all of them. Raises Refusal(internal) if the library cannot go on, or logprobs are missing.
         """
         events: list[_Event] = [] if self._is_ready else self._ready()
         new = [token for token in tokens if token != self._eos]
+        said = self._said(tokens, logprobs) if self._asks_logprobs else None
         try:
             if self._scout is not None:
                 new = self._up_to_stop(new)
             for start, end in self._pieces(new):
-                events += self._processor.push(_tokens(new[start:end]))
+                events += self._processor.push(_tokens(new[start:end], said and said[start:end]))
         except (RuntimeError, OverflowError) as error:
             raise Refusal(Code.INTERNAL, f"the output could not be decoded: {error}") from error
         self.num_tokens += len(new)
         self.is_stopped = self._processor.finished
         return self._take(events)
+
+    def _said(self, tokens: list[int], logprobs: TokenLogprobs | None) -> _Said:
+        """What is said of each token but the end."""
+        sampled = logprobs.sampled if logprobs else []
+        if len(sampled) != len(tokens):
+            message = f"{len(tokens)} tokens came with {len(sampled)} logprobs"
+            raise Refusal(Code.INTERNAL, message)
+        pairs = list(zip(logprobs.top_tokens, logprobs.top, strict=True)) if logprobs else []
+        num_top = len(pairs) // max(len(sampled), 1)
+        return [
+            (one, pairs[i * num_top : (i + 1) * num_top])
+            for i, (token, one) in enumerate(zip(tokens, sampled, strict=True))
+            if token != self._eos
+        ]
 
     def _pieces(self, tokens: list[int]) -> Iterator[tuple[int, int]]:
         """(start, end) of what to push at once: of tokens that end within a character the library would hold back all,

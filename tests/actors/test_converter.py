@@ -124,6 +124,18 @@ def test_sampling(converter: Converter) -> None:
     assert prepare(converter, MESSAGES, temperature=0.5).sampling.temperature == 0.5
 
 
+@pytest.mark.parametrize("protocol", GENERATING)
+def test_the_least_an_answer_has(converter: Converter, protocol: Protocol) -> None:
+    most = "max_output_tokens" if protocol is RESPONSES else "max_tokens"
+    assert prepare(converter, protocol).min_tokens == 0
+    assert prepare(converter, protocol, min_tokens=9, **{most: 9}).min_tokens == 9
+    assert prepare(converter, protocol, ignore_eos=True, min_tokens=2, **{most: 9}).min_tokens == 9
+    free = prepare(converter, protocol, ignore_eos=True)
+    assert free.min_tokens == free.max_tokens > 1000
+    few = refused(converter, protocol, json.dumps(body(protocol, min_tokens=10, **{most: 9})).encode())
+    assert (few.code, few.field) == (Code.BAD_REQUEST, "min_tokens")
+
+
 @pytest.mark.parametrize("fields", [{"temperature": 3}, {"temperature": -1}, {"top_p": 0}, {"top_p": 2}])
 def test_sampling_out_of_range(converter: Converter, fields: dict[str, Any]) -> None:
     for protocol in GENERATING:

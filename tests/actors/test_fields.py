@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -153,9 +154,9 @@ def test_an_empty_list_of_calls_is_none() -> None:
 
 
 def test_explicit_sampling_is_kept() -> None:
-    normal = chat(temperature=0, top_p=0.5, seed=3)
-    assert (normal.temperature, normal.top_p, normal.seed) == (0.0, 0.5, 3)
-    assert chat().temperature is None
+    choice = chat(temperature=0, top_p=0.5, seed=3).choice
+    assert (choice.temperature, choice.top_p, choice.seed) == (0.0, 0.5, 3)
+    assert chat().choice.temperature is None
 
 
 @pytest.mark.parametrize("fields", [{"temperature": "hot"}, {"temperature": True}, {"top_p": []}])
@@ -237,12 +238,63 @@ def test_what_is_ignored_inside() -> None:
     assert normal.ignored == ["messages[].name", "thinking.budget_tokens", "tools[].function.strict", "user"]
 
 
-def test_logprobs_are_refused_where_they_are_asked_for() -> None:
-    assert responses(include=["reasoning.encrypted_content"]).ignored == ["include"]
-    assert responses(include="all").ignored == ["include"]
-    with pytest.raises(Refusal, match="logprobs is not supported") as refused:
-        responses(include=["message.output_text.logprobs"])
-    assert refused.value.failure.field == "include"
+def test_what_is_said_right_inside_a_field_has_rows_too() -> None:
+    assert chat(stream_options={"include_usage": True, "include_obfuscation": True}).ignored == [
+        "stream_options.include_obfuscation"
+    ]
+    assert responses(reasoning={"effort": "low", "summary": "auto"}).ignored == ["reasoning.summary"]
+    assert messages(thinking={"type": "adaptive", "display": "omitted"}).ignored == ["thinking.display"]
+    with pytest.raises(Refusal, match="text.verbosity"):
+        responses(text={"verbosity": "low"})
+    assert responses(text={"verbosity": "medium"}, reasoning={"summary": None}).ignored == []
+
+
+LOGPROBS = "message.output_text.logprobs"
+
+
+@pytest.mark.parametrize(
+    ("make", "fields", "num_top"),
+    [
+        (chat, {}, -1),
+        (chat, {"logprobs": False, "top_logprobs": 0}, -1),
+        (chat, {"logprobs": True}, 0),
+        (chat, {"logprobs": True, "top_logprobs": 20}, 20),
+        (responses, {"top_logprobs": 0}, -1),
+        (responses, {"top_logprobs": 3}, 3),
+        (responses, {"include": [LOGPROBS]}, 0),
+        (responses, {"include": [LOGPROBS], "top_logprobs": 3}, 3),
+        (messages, {}, -1),
+    ],
+)
+def test_logprobs_are_asked_for(make: Callable[..., Normal], fields: dict[str, Any], num_top: int) -> None:
+    normal = make(**fields)
+    assert (normal.choice.top_logprobs, normal.ignored) == (num_top, [])
+    assert "include" not in normal.body
+
+
+def test_what_else_is_to_be_included_is_ignored() -> None:
+    for include in (["reasoning.encrypted_content"], "all", [LOGPROBS, "web_search_call.results"]):
+        assert responses(include=include).ignored == ["include"]
+
+
+@pytest.mark.parametrize(
+    ("make", "fields", "name"),
+    [
+        (chat, {"logprobs": 1}, "logprobs"),
+        (chat, {"top_logprobs": 2}, "top_logprobs"),
+        (chat, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        (responses, {"top_logprobs": -1}, "top_logprobs"),
+        (responses, {"top_logprobs": True}, "top_logprobs"),
+        (messages, {"top_logprobs": 2}, "top_logprobs"),
+        (chat, {"min_tokens": -1}, "min_tokens"),
+        (responses, {"min_tokens": 1.0}, "min_tokens"),
+        (messages, {"ignore_eos": 1}, "ignore_eos"),
+    ],
+)
+def test_sampling_out_of_range(make: Callable[..., Normal], fields: dict[str, Any], name: str) -> None:
+    with pytest.raises(Refusal) as refused:
+        make(**fields)
+    assert (refused.value.failure.code, refused.value.failure.field) == (Code.BAD_REQUEST, name)
 
 
 def test_a_custom_client_tool_of_anthropic_is_a_client_tool() -> None:

@@ -1,0 +1,104 @@
+"""How a client wants tokens chosen, and how long its answer has to be: as it said, and what comes of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from actors.recipe.fields import Refusal
+from schemas.api import Protocol
+from schemas.failure import Code
+from schemas.request import Sampling
+
+_MAX_SEED = 2**63
+_MAX_TOP = 20
+_LOGPROBS = "message.output_text.logprobs"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """`temperature`, `top_p`, `seed` are None where the client did not say, `top_logprobs` is -1 for no logprobs."""
+
+    temperature: float | None
+    top_p: float | None
+    seed: int | None
+    top_logprobs: int
+    min_tokens: int
+    ignores_end: bool
+
+    def sampling(self, options: Any, seed: int) -> Sampling:
+        """With what the library makes of the body, and a seed for where none was given.
+
+        The library fixes temperature and top-p for some modes; what the client said outright holds (spec recipe.md §5).
+        """
+        return Sampling(
+            temperature=options.temperature if self.temperature is None else self.temperature,
+            top_p=options.top_p if self.top_p is None else self.top_p,
+            seed=seed if self.seed is None else self.seed,
+            top_logprobs=self.top_logprobs,
+        )
+
+    def least(self, max_tokens: int) -> int:
+        """How many tokens there have to be, of `max_tokens` at most. Raises Refusal."""
+        if self.min_tokens > max_tokens:
+            message = f"min_tokens is {self.min_tokens}, and the answer has at most {max_tokens} tokens"
+            raise Refusal(Code.BAD_REQUEST, message, "min_tokens")
+        return max_tokens if self.ignores_end else self.min_tokens
+
+
+def take_choice(protocol: Protocol, body: dict[str, Any]) -> tuple[Choice, list[str]]:
+    """What a body says of it, and the ignored fields. What only we understand is taken out. Raises Refusal."""
+    seed = body.pop("seed", None) if protocol is not Protocol.CHAT_COMPLETIONS else body.get("seed")
+    if seed is not None and not (_is_whole(seed) and 0 <= seed < _MAX_SEED):
+        raise Refusal(Code.BAD_REQUEST, "seed must be a whole number in [0, 2^63)", "seed")
+    min_tokens = body.pop("min_tokens", 0)
+    if not _is_whole(min_tokens) or min_tokens < 0:
+        raise Refusal(Code.BAD_REQUEST, "min_tokens must be a whole number, 0 or more", "min_tokens")
+    include = body.pop("include", [])
+    wants_logprobs = isinstance(include, list) and _LOGPROBS in include
+    choice = Choice(
+        temperature=_number(body, "temperature"),
+        top_p=_number(body, "top_p"),
+        seed=seed,
+        top_logprobs=_top_logprobs(protocol, body, wants_logprobs),
+        min_tokens=min_tokens,
+        ignores_end=boolean(body.pop("ignore_eos", False), "ignore_eos"),
+    )
+    return choice, [] if include in ([], [_LOGPROBS]) else ["include"]
+
+
+def boolean(value: Any, name: str) -> bool:
+    """Raises Refusal."""
+    if not isinstance(value, bool):
+        raise Refusal(Code.BAD_REQUEST, f"{name} must be true or false", name)
+    return value
+
+
+def _top_logprobs(protocol: Protocol, body: dict[str, Any], are_included: bool) -> int:
+    """For Chat Completions `logprobs` asks, for Responses either of `top_logprobs` and `include` does."""
+    num_top = body.get("top_logprobs", 0)
+    if not _is_whole(num_top) or not 0 <= num_top <= _MAX_TOP:
+        raise Refusal(Code.BAD_REQUEST, f"top_logprobs must be a whole number, 0 to {_MAX_TOP}", "top_logprobs")
+    is_asked = num_top > 0 or are_included
+    if protocol is Protocol.CHAT_COMPLETIONS:
+        is_asked = boolean(body.get("logprobs", False), "logprobs")
+        if num_top and not is_asked:
+            raise Refusal(Code.BAD_REQUEST, "top_logprobs is only allowed with logprobs: true", "top_logprobs")
+    if not is_asked:
+        body.pop("top_logprobs", None)  # the library would not have it
+        return -1
+    return int(num_top)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _number(body: dict[str, Any], name: str) -> float | None:
+    """An explicit number; the library checks its range."""
+    value = body.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise Refusal(Code.BAD_REQUEST, f"{name} must be a number", name)
+    return float(value)
