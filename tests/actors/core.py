@@ -19,7 +19,7 @@ from kernels.engine import EngineInfo
 from kernels.timed import StepCost, TimedEngine
 from run.simulator import RecordingBroker, World
 from schemas.message import Role
-from schemas.request import Cancel, CancelAcknowledged, CancelReason, End, Submit, Taken, TokensEmitted
+from schemas.request import Cancel, CancelAcknowledged, CancelReason, End, Submit, Taken, TokenLogprobs, TokensEmitted
 
 VOCABULARY = range(100, 1000)
 
@@ -51,6 +51,7 @@ class Listener(Actor):
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, End] = {}
         self.cached: dict[str, int] = {}
+        self.logprobs: dict[str, list[TokenLogprobs]] = {}
         self.wrongs: list[str] = []
         self._is_over: dict[str, asyncio.Event] = {}
 
@@ -58,7 +59,7 @@ class Listener(Actor):
         return {RECIPE_TOKENS: self._on_tokens}
 
     async def _on_tokens(self, emitted: TokensEmitted, envelope: Envelope) -> Taken:
-        ends, cached, start = dict(emitted.ends), dict(emitted.cached), 0
+        ends, cached, said, start = dict(emitted.ends), dict(emitted.cached), dict(emitted.logprobs), 0
         for i, request_id in enumerate(emitted.request_ids):
             known = self.tokens.setdefault(request_id, [])
             if emitted.first_indexes[i] != len(known):
@@ -67,6 +68,8 @@ class Listener(Actor):
                 self.wrongs.append(f"{request_id}: something after the end")
             if i in cached:
                 self.cached[request_id] = cached[i]
+            if i in said:
+                self.logprobs.setdefault(request_id, []).append(said[i])
             known.extend(emitted.tokens[start : start + emitted.counts[i]])
             start += emitted.counts[i]
             if i in ends:
