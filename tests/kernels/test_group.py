@@ -163,6 +163,8 @@ async def test_places_are_taken_over_only_when_all_ranks_have_the_same_plan() ->
     try:
         with pytest.raises(ValueError, match="of 10 layers, there are 11"):
             await first.rearrange(1, one[:10])
+        with pytest.raises(ValueError, match=r"shape \(1, 8\), there are \(2, 4\)"):
+            await first.rearrange(1, [places.reshape(1, -1) for places in one])
         with pytest.raises(ValueError, match="these are placed"):
             await first.rearrange(1, double)
         moving = [
@@ -171,10 +173,15 @@ async def test_places_are_taken_over_only_when_all_ranks_have_the_same_plan() ->
         ]
         for _ in range(5):
             await step()
+        moving.append(asyncio.create_task(second.rearrange(2, one)))  # the same places are not the same plan
+        for _ in range(5):
+            await step()
+        assert max(first._lockstep.num_ahead, second._lockstep.num_ahead) <= 2
         assert first.version == second.version == 0 and not any(task.done() for task in moving)
         assert first.places[0].tolist() == old[0].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
         moving.append(asyncio.create_task(first.rearrange(3, other)))  # of two plans the newer one counts
         moving.append(asyncio.create_task(second.rearrange(3, other)))
+        moving.append(asyncio.create_task(second.rearrange(2, one)))
         while not all(task.done() for task in moving):
             await step()
         assert first.version == second.version == 3
