@@ -85,6 +85,6 @@ class Offering:
 
     async def _is_held(self, message: HandOver, replica: str) -> bool:
         """Whether a decode replica still has our offer: one that was killed meanwhile cannot say so by itself."""
-        asked = Resend(request_ids=[message.request_id], first_indexes=[0], epochs=[message.epoch])
+        asked = Resend(request_ids=[message.request_id], first_indexes=[message.num_output], epochs=[message.epoch])
         answer = await self._bus.ask(RESEND_DECODE.at(replica), asked, timeout_s=ASK_S)
         return not answer.ends

@@ -16,6 +16,8 @@ class Dispatch(Message, frozen=True):
     `prefix`: what is cached of it; without it nothing is, and nothing is stored. `branches`, `tenant`: as in `Submit`.
     `images` are all that reach past token `prefix.images_from`. A replica that has to compute one it was not given
     returns the request (`HitShortened`).
+    The last `num_output` tokens of the prompt are output already, of an owner that has let go of the request: `limits`
+    count them. `is_protected`: it is not to be preempted (any more), and waits until there is room for all of it.
     """
 
     request_id: str
@@ -32,6 +34,8 @@ class Dispatch(Message, frozen=True):
     prefix: CachedPrefix | None = None
     branches: list[int] = []
     tenant: str = ""
+    num_output: int = 0
+    is_protected: bool = False
 
 
 class Dispatched(Message, frozen=True):
@@ -46,10 +50,11 @@ class Refused(Message, frozen=True):
 
 
 class HandOver(Message, frozen=True):
-    """Prefill → decode replica: pull this request's state, claim it, and generate from index 0 on.
+    """Prefill → decode replica: pull this request's state, claim it, and generate from index `num_output` on.
 
     `state` is the engine's own format (caches, rings, pair state, last hidden row) under `layout`. `chain`: how to name
-    the blocks that fill up; without it they are not stored.
+    the blocks that fill up; without it they are not stored. `num_output`, of `num_tokens`, and `is_protected`: as in
+    `Dispatch`.
     """
 
     request_id: str
@@ -63,6 +68,8 @@ class HandOver(Message, frozen=True):
     sampling: Sampling
     limits: Limits
     chain: ChainEnd | None = None
+    num_output: int = 0
+    is_protected: bool = False
 
 
 class HandedOver(Message, frozen=True):

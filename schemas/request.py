@@ -88,6 +88,15 @@ class Failed(Message, frozen=True):
 End = Finished | Cancelled | Failed
 
 
+class Preempted(Message, frozen=True):
+    """Not terminal: who had the request has let go of it to make room for others, and its entrypoint places it anew,
+    with its output so far."""
+
+
+LastWord = End | Preempted
+"""What an owner says last of a request."""
+
+
 class TokenLogprobs(Message, frozen=True):
     """Of the tokens of one entry: each one's own, and of as many likely ones as were asked for, token by token.
 
@@ -105,7 +114,8 @@ class TokensEmitted(Message, frozen=True):
 
     Request i has `counts[i]` tokens, taken from `tokens` in order; the first of them has index `first_indexes[i]`
     in its output, which is also the sequence number by which receivers find gaps and duplicates. `epochs[i]` is the
-    ownership under which they were made. `ends` holds (i, terminal event) for requests that end after these tokens,
+    ownership under which they were made. `ends` holds (i, what is said last) for requests that end after these tokens
+    or, from decode, are given back: an entrypoint says ends only,
     `cached` (i, prompt tokens that were not computed) for those whose first tokens these are: only an entrypoint knows.
     `logprobs` holds (i, those of its tokens) for requests that asked.
     """
@@ -116,7 +126,7 @@ class TokensEmitted(Message, frozen=True):
     first_indexes: list[int]
     counts: list[int]
     tokens: list[int]
-    ends: list[tuple[int, End]] = []
+    ends: list[tuple[int, LastWord]] = []
     cached: list[tuple[int, int]] = []
     logprobs: list[tuple[int, TokenLogprobs]] = []
 
@@ -143,6 +153,7 @@ class CancelReason(StrEnum):
 
     CLIENT = "client"
     CLIENT_GONE = "client_gone"
+    CLIENT_TOO_SLOW = "client_too_slow"
     STOP_SEQUENCE = "stop_sequence"
 
 

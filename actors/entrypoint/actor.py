@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,8 +10,7 @@ from msgspec import structs
 from opentelemetry import trace
 from opentelemetry.trace import Span
 
-from actors.entrypoint.lookup import INLINE_TOKENS, Found, Names, Touched, can_be_named, gather, name, plan, scatter
-from actors.entrypoint.peers import Peers
+from actors.entrypoint.finder import Finder
 from actors.entrypoint.request import MAX_RETURNS, OVERDUE, Owner, Request, end_by, failed
 from actors.entrypoint.shard import News, Shard
 from actors.rules.outbox import Outbox
@@ -41,6 +39,9 @@ tracer = trace.get_tracer("shoal")
 ROUTE_PATIENCE_S = 20.0
 """How long a request waits for a replica to appear or to have room: a worker restarts within this time."""
 
+REBUILT_PATIENCE_S = 600.0
+"""The same of one that has output already: it is to end early only by its deadline."""
+
 DISPATCH_S = 10.0
 """Longer than a prefill replica may take to pull a long prompt."""
 
@@ -60,9 +61,9 @@ class Entrypoint(Actor):
         self._bulk, self._spans = bulk, dict[str, Span]()
         self._outbox = Outbox(f"{self.role}/{id}")
         self._courier = Courier(bus, subjects.RECIPE_TOKENS, self._outbox, self.wake, self._abandon)
-        self._holders, self._peers = Holders(bus), Peers()
-        self._touched, self._repairing = Touched(), set[str]()
+        self._holders, self._repairing = Holders(bus), set[str]()
         self._lookups, self._vision = Lookups(bus), AnyVision(bus, bulk)
+        self._finder = Finder(self._lookups, bus.seams, self.now_s, self.wake)
 
     def handlers(self) -> Mapping[Subject[Any, Any], Handler]:
         return {
@@ -94,7 +95,7 @@ class Entrypoint(Actor):
 
     async def flush(self) -> None:
         await self._courier.flush()
-        if keys := self._touched.take():
+        if keys := self._finder.touched.take():
             await self.bus.tell(TOUCHED.at(self.role), BlocksTouched(keys=keys))
 
     # From recipe
@@ -139,7 +140,7 @@ class Entrypoint(Actor):
             source = Owner.of(emitted.source)
         except ValueError:
             raise fail(Code.BAD_REQUEST, f"tokens of {emitted.source!r}: the source is written role/id") from None
-        news, gaps, strays = self.shard.hear(emitted, self.now_s())
+        news, gaps, strays, given_back = self.shard.hear(emitted, self.now_s())
         for item in news:
             self._pass_on(item)
         for request in gaps:
@@ -147,6 +148,8 @@ class Entrypoint(Actor):
                 assert request.owner is not None  # a current epoch has an owner
                 self._repairing.add(request.id)
                 self.spawn(self._probe(request.owner, [request]))
+        for request in given_back:
+            self.spawn(self._place(request, self._spans[request.id]))
         for request_id, epoch in strays:
             self.spawn(self._holders.cancel(source, request_id, epoch))
         return Taken()
@@ -158,18 +161,15 @@ class Entrypoint(Actor):
         return Taken()
 
     async def _on_load(self, report: LoadReported, envelope: Envelope) -> None:
-        if self._peers.saw(report, self.now_s()):
-            self.spawn(self._describe(report.id))
-
-    async def _describe(self, replica: str) -> None:
-        self._peers.described(replica, await self._lookups.space_of(replica))
+        if self._finder.peers.saw(report, self.now_s()):
+            self.spawn(self._finder.describe(report.id))
 
     async def _on_exited(self, exited: ProcessExited, envelope: Envelope) -> None:
         for role in (Role.PREFILL, Role.DECODE):
             for id in exited.ids(role):
                 self._lose(Owner(role, id), f"the process {exited.name} ended")
         self._vision.on_exited(exited)
-        self._peers.exited(exited)
+        self._finder.peers.exited(exited)
 
     async def _on_broken(self, broken: GroupBroken, envelope: Envelope) -> None:
         for id in broken.ranks:  # one that stands still would not say so itself
@@ -187,7 +187,7 @@ class Entrypoint(Actor):
                         raise BusError(OVERDUE)
                     if request.num_returns > MAX_RETURNS:
                         raise fail(Code.INTERNAL, "prefill returned the request that it was given with all its images")
-                    await self._look_up(request)
+                    await self._finder.look_up(request)
                     await self._encode(request)  # before a replica is chosen: no reservation waits for images
                     await place(
                         self.bus,
@@ -195,7 +195,7 @@ class Entrypoint(Actor):
                         RELEASE_PREFILL,
                         request.route(),
                         lambda routed: self._dispatch(request, routed),
-                        patience_s=ROUTE_PATIENCE_S,
+                        patience_s=REBUILT_PATIENCE_S if request.num_rebuilt else ROUTE_PATIENCE_S,
                         is_over=lambda: request.end is not None,
                     )
             except BusError as error:
@@ -221,36 +221,12 @@ class Entrypoint(Actor):
         if held := request.let_go():
             self.spawn(self._vision.release(held))
 
-    async def _look_up(self, request: Request) -> None:
-        """Find out what of its prompt is cached. Whatever cannot be found out in time is not."""
-        space, names, submit = self._peers.space(self.now_s()), request.names, request.submit
-        if not space or request.end is not None or not can_be_named(submit, request.prompt):
-            return
-        if names is None or names.space != space:
-            work = functools.partial(name, space, submit, request.prompt)
-            names = work() if submit.num_prompt_tokens <= INLINE_TOKENS else await self.bus.seams.run_beside(work)
-        found = await self._find(request, names)
-        request.was_looked_up(names, plan(names, found, submit.num_prompt_tokens), self.now_s())
-
-    async def _find(self, request: Request, names: Names) -> Found:
-        """What is there of these blocks. Of a single one nothing could be restored: nobody is asked."""
-        is_of_use = names.num_blocks > 1 and not request.submit.exact
-        questions = scatter(names.keys, self._peers.shards(self.now_s()) if is_of_use else [])
-        asked = {shard: question.message for shard, question in questions.items()}
-        answers = await self._lookups.find(request.id, asked)
-        if request.end is None:
-            self._peers.silent(asked.keys() - answers.keys())
-        found = gather(names.keys, questions, answers, self.bus.seams.clock_ns())
-        if self._touched.add(names, found):
-            self.wake()
-        return found
-
     async def _dispatch(self, request: Request, routed: Routed) -> bool:
         """Give the request to a replica. Whether it took it; raises BusError when none ever can."""
         if request.is_plan_older(FRESH_S, self.now_s()):
-            await self._look_up(request)
+            await self._finder.look_up(request)
         await self._encode(request)  # seldom any: lost ones, or those behind a start that has moved
-        prompt = await self._bulk.wrap(request.prompt)
+        prompt = await self._bulk.wrap(request.text)
         try:
             if request.end is not None:
                 return False

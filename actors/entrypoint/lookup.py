@@ -52,18 +52,18 @@ class Names:
         return self.keys[number * KEY_BYTES : (number + 1) * KEY_BYTES]
 
 
-def can_be_named(submit: Submit, prompt: bytes) -> bool:
-    """Whether `prompt` is what was announced, and not too long to be cached."""
-    num_tokens = submit.num_prompt_tokens
-    return len(prompt) == 4 * num_tokens and num_tokens // BLOCK_TOKENS <= MAX_BLOCKS
+def can_be_named(text: bytes, num_tokens: int) -> bool:
+    """Whether `text` is as long as was announced, and not too long to be cached."""
+    return len(text) == 4 * num_tokens and num_tokens // BLOCK_TOKENS <= MAX_BLOCKS
 
 
-def name(space: str, submit: Submit, prompt: bytes) -> Names:
-    """Name the blocks of a prompt: for whose cache it is in, with its images. 1 M tokens take several ms."""
+def name(space: str, submit: Submit, text: bytes) -> Names:
+    """Name the blocks of a prompt, and of output behind it: for whose cache it is in, with its images. 1 M tokens take
+    several ms."""
     images = [Span(image.start, image.num_tokens, bytes.fromhex(image.digest)) for image in submit.images]
     first = root(space, submit.cache.encode())
-    keys = chain(first, np.frombuffer(prompt, dtype="<u4"), images)
-    return Names(space, first, b"".join(keys), tail_digests(images, submit.num_prompt_tokens))
+    keys = chain(first, np.frombuffer(text, dtype="<u4"), images)
+    return Names(space, first, b"".join(keys), tail_digests(images, len(text) // 4))
 
 
 class Question(NamedTuple):

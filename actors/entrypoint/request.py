@@ -6,19 +6,30 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+import numpy as np
 from msgspec import structs
 
 from actors.entrypoint.images import Images
 from actors.entrypoint.lookup import Names, Plan
 from actors.rules.chain import BLOCK_TOKENS
-from actors.rules.hit import Hit
+from actors.rules.hit import EXACT_OUTPUT, Hit, bounded_tokens
 from actors.rules.logprobs import KeptLogprobs
 from schemas.bulk import Handle, Payload
 from schemas.cache import HitShortened
 from schemas.failure import Code, Failure
 from schemas.handover import Claimed, ClaimRefused, Dispatch
 from schemas.message import Role
-from schemas.request import Cancelled, CancelReason, End, Failed, Finished, FinishReason, Submit
+from schemas.request import (
+    Cancelled,
+    CancelReason,
+    End,
+    Failed,
+    Finished,
+    FinishReason,
+    LastWord,
+    Preempted,
+    Submit,
+)
 from schemas.routing import Route, Routed
 from schemas.vision import EncodeImage
 
@@ -26,13 +37,18 @@ MAX_RETURNS = 1
 """Prefill gives a request back when it lacks an image; then it is given all of them, and cannot do so again."""
 
 
+MAX_PREEMPTIONS = 2
+"""A request that had to make way so many times has room for all of it next time, and does so no more."""
+
+
 class Verdict(Enum):
     """What became of a batch of tokens: NEWS was taken, STALE was seen before or is not the owner's, GAP is missing
-    something before it."""
+    something before it, GIVEN_BACK was taken, and its owner has no more: the request is to be rebuilt."""
 
     NEWS = "news"
     STALE = "stale"
     GAP = "gap"
+    GIVEN_BACK = "given back"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +70,12 @@ class Owner:
 @dataclass(slots=True)
 class Request:
     """The state machine: waiting → dispatched to prefill → claimed by decode → ended; and back to waiting when prefill
-    refuses or returns it.
+    refuses or returns it, or its state is gone: then it is rebuilt, from its prompt and the output so far.
 
     The shard alone issues epochs, from one growing series for all its requests: each change of owner gets the next
     one, and tokens count only under the current one. So nothing said of an earlier request of the same id counts.
-    `hit` is what became of its cached prefix at the last dispatch; `is_approximate`, that a replay has part in it.
+    `hit` is what became of its cached prefix at the last dispatch before its output began; `is_approximate`, that a
+    replay has part in its output, from some token on.
     `is_placing`: somebody is looking for a prefill replica for it; not more than one at a time may be.
     Times are seconds of the caller's clock.
     """
@@ -70,11 +87,14 @@ class Request:
     images: Images = field(init=False)
     is_placing: bool = True
     num_returns: int = 0
+    num_rebuilt: int = 0
+    num_preempted: int = 0
     names: Names | None = None
     plan: Plan | None = None
     planned_s: float = 0.0
     hit: Hit = Hit()
     is_approximate: bool = False
+    was_approximate: bool = False
     epoch: int = 0
     claimed_from: int = 0
     is_dispatching: bool = False
@@ -91,6 +111,21 @@ class Request:
     def __post_init__(self) -> None:
         self.images = Images(self.submit.images)
         self.logprobs = KeptLogprobs.of(self.submit.sampling)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of its prompt and the output so far."""
+        return self.submit.num_prompt_tokens + len(self.tokens)
+
+    @property
+    def text(self) -> bytes:
+        """What prefill is given: the prompt, and behind it the output so far, token ids as little-endian u32."""
+        return self.prompt + np.array(self.tokens, dtype="<u4").tobytes() if self.tokens else self.prompt
+
+    @property
+    def num_bounded(self) -> int:
+        """Of these tokens, those that cached blocks can be of."""
+        return bounded_tokens(self.num_tokens, len(self.tokens))
 
     def must_be_placed(self) -> bool:
         """It waits for a prefill replica."""
@@ -136,7 +171,7 @@ class Request:
         num_cached = hit.num_blocks * BLOCK_TOKENS
         return Route(
             request_id=self.id,
-            num_new=submit.num_prompt_tokens - num_cached,
+            num_new=self.num_tokens - num_cached,
             num_cached=num_cached,
             num_replayed=hit.num_replayed,
             num_blocks=hit.num_blocks,
@@ -150,12 +185,19 @@ class Request:
 
         Until `dispatched` or `refused` it need not know of it.
         """
-        self.hit, self.is_approximate = (self.plan.hit, self.plan.is_approximate) if self.plan else (Hit(), False)
+        self._restores(*(self.plan.hit, self.plan.is_approximate) if self.plan else (Hit(), False))
         self.is_dispatching = True
         self.epoch = next(self.epochs)
         self.owner = Owner(Role.PREFILL, replica)
         self.heard_s = now_s
         return self.epoch
+
+    def _restores(self, hit: Hit, is_approximate: bool) -> None:
+        """What becomes of its cached prefix. Usage is of the prompt as it was when output began."""
+        if not self.tokens:
+            self.hit = hit
+        is_bounded = len(self.tokens) > EXACT_OUTPUT and not self.submit.exact
+        self.is_approximate = self.was_approximate or is_approximate or is_bounded
 
     def to_dispatch(self, entrypoint: str, routed: Routed, prompt: Payload) -> Dispatch:
         """The message that gives it to the replica, under the present epoch. Nothing may be left `to_encode`."""
@@ -170,7 +212,7 @@ class Request:
             reservation=routed.reservation,
             balancer=routed.balancer,
             prompt=prompt,
-            num_prompt_tokens=self.submit.num_prompt_tokens,
+            num_prompt_tokens=self.num_tokens,
             sampling=self.submit.sampling,
             limits=self.submit.limits,
             images=images,
@@ -178,6 +220,9 @@ class Request:
             prefix=prefix,
             branches=self.submit.branches,
             tenant=self.submit.tenant,
+            num_output=len(self.tokens),
+            # Vision has let go of what its images were made of, and they may not all be cached.
+            is_protected=self.num_preempted >= MAX_PREEMPTIONS or bool(self.submit.images),
         )
 
     def shortened(self, said: HitShortened) -> bool:
@@ -189,12 +234,21 @@ class Request:
         if said.epoch != (self.claimed_from if is_decoding else self.epoch) or self.end is not None:
             return False
         if not said.is_returned:
-            self.hit = Hit(said.num_blocks, said.start)
-            self.is_approximate = said.approximate
+            self._restores(Hit(said.num_blocks, said.start), said.approximate)
             return False
         if self.owner is None or is_decoding:
             return False
         self.num_returns += 1
+        return self._waits()
+
+    def rebuild(self) -> bool:
+        """Its owner has it no more: it waits again, with the output so far. True if somebody has to place it anew."""
+        self.num_rebuilt += 1
+        self.names, self.plan = None, None
+        self.was_approximate = self.is_approximate and bool(self.tokens)
+        return self._waits()
+
+    def _waits(self) -> bool:
         self.refused()
         must_begin, self.is_placing = not self.is_placing, True
         return must_begin
@@ -204,8 +258,9 @@ class Request:
         return self.hit.start if first_index == 0 else 0
 
     def attributes(self) -> dict[str, int | bool]:
-        """For the span: what its cache hit was worth."""
-        return {"shoal.cache.hit_tokens": self.hit.start, "shoal.cache.approximate": self.is_approximate}
+        """For the span: what its cache hit was worth, and how often it was computed anew."""
+        rebuilt = {"shoal.rebuilt": self.num_rebuilt} if self.num_rebuilt else {}
+        return {"shoal.cache.hit_tokens": self.hit.start, "shoal.cache.approximate": self.is_approximate, **rebuilt}
 
     def dispatched(self, now_s: float) -> None:
         """The replica has it."""
@@ -233,8 +288,10 @@ class Request:
         self.heard_s = now_s
         return Claimed(epoch=self.epoch)
 
-    def accept(self, epoch: int, first_index: int, tokens: Sequence[int], end: End | None, now_s: float) -> Verdict:
-        """Tokens (and perhaps the end) from whoever says to own the request.
+    def accept(
+        self, epoch: int, first_index: int, tokens: Sequence[int], end: LastWord | None, now_s: float
+    ) -> Verdict:
+        """Tokens (and perhaps the end, or that it is given back) from whoever says to own the request.
 
         Taken are only those of the current epoch, each index once. After a GAP nothing was taken: ask for a resend.
         """
@@ -247,6 +304,9 @@ class Request:
         if not fresh and end is None:
             return Verdict.STALE
         self.tokens.extend(fresh)
+        if isinstance(end, Preempted):
+            self.num_preempted += 1
+            return Verdict.GIVEN_BACK
         if end is not None:
             self.finish(end, now_s)
         return Verdict.NEWS

@@ -11,7 +11,7 @@ from msgspec import structs
 from actors.entrypoint.request import Owner, Request, Verdict
 from actors.rules.emission import Held, resend_answer
 from actors.rules.logprobs import cut
-from schemas.request import End, Resend, Submit, TokenLogprobs, TokensEmitted
+from schemas.request import End, LastWord, Resend, Submit, TokenLogprobs, TokensEmitted
 
 RETENTION_S = 30.0
 """How long an ended request can still be asked for (the recipe may have missed the end)."""
@@ -31,12 +31,13 @@ class News(NamedTuple):
 
 
 class Heard(NamedTuple):
-    """What became of a message: its news, requests of which something is missing before, and (request id, epoch) that
-    its sender should let go of."""
+    """What became of a message: its news, requests of which something is missing before, (request id, epoch) that its
+    sender should let go of, and requests that it gave back, for somebody to place."""
 
     news: list[News]
     gaps: list[Request]
     strays: list[tuple[str, int]]
+    given_back: list[Request]
 
 
 class Shard:
@@ -105,7 +106,7 @@ class Shard:
 
     def hear(self, emitted: TokensEmitted, now_s: float) -> Heard:
         """Take the tokens of many requests, each by `accept`; in order."""
-        ends, said, start, heard = dict(emitted.ends), dict(emitted.logprobs), 0, Heard([], [], [])
+        ends, said, start, heard = dict(emitted.ends), dict(emitted.logprobs), 0, Heard([], [], [], [])
         for i, request_id in enumerate(emitted.request_ids):
             stop = start + emitted.counts[i]
             tokens, start = emitted.tokens[start:stop], stop
@@ -117,18 +118,20 @@ class Shard:
                 continue
             known, first = len(request.tokens), emitted.first_indexes[i]
             verdict = self.accept(request, epoch, first, tokens, end, now_s)
-            if verdict is Verdict.NEWS:
+            if verdict is Verdict.NEWS or (verdict is Verdict.GIVEN_BACK and len(request.tokens) > known):
                 logprobs = said.get(i)
                 if logprobs is not None and request.logprobs is not None:
                     logprobs = cut(logprobs, known - first, len(tokens))
                     request.logprobs.add(known, logprobs)
                 heard.news.append(News(request, known, request.tokens[known:], request.end, logprobs))
-            elif verdict is Verdict.GAP:
+            if verdict is Verdict.GAP:
                 heard.gaps.append(request)
+            elif verdict is Verdict.GIVEN_BACK and request.rebuild():
+                heard.given_back.append(request)
         return heard
 
     def accept(
-        self, request: Request, epoch: int, first_index: int, tokens: Sequence[int], end: End | None, now_s: float
+        self, request: Request, epoch: int, first_index: int, tokens: Sequence[int], end: LastWord | None, now_s: float
     ) -> Verdict:
         """Tokens for a request; see `Request.accept`."""
         was_live, has_begun = request.end is None, bool(request.tokens)

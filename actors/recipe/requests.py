@@ -18,7 +18,17 @@ from actors.rules.errors import error_body, status
 from actors.rules.logprobs import cut
 from schemas.api import Answer, Call, Called, Protocol
 from schemas.failure import Code, Failure
-from schemas.request import Cancelled, CancelReason, End, Failed, FinishReason, Resend, TokenLogprobs, TokensEmitted
+from schemas.request import (
+    Cancelled,
+    CancelReason,
+    End,
+    Failed,
+    FinishReason,
+    Preempted,
+    Resend,
+    TokenLogprobs,
+    TokensEmitted,
+)
 
 tracer = trace.get_tracer("shoal")
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from actors.rules.logprobs import KeptLogprobs, cut, num_likeliest
 from schemas.failure import Code, Failure
-from schemas.request import End, Failed, Resend, TokenLogprobs, TokensEmitted
+from schemas.request import Failed, LastWord, Resend, TokenLogprobs, TokensEmitted
 
 MAX_TOKENS = 16384
 MAX_BYTES = 192 * 1024
@@ -20,7 +20,7 @@ END_BYTES = 128
 LOGPROBS_BYTES = 96
 
 
-def _size_bytes(request_id: str, num_tokens: int, end: End | None, logprobs: TokenLogprobs | None) -> int:
+def _size_bytes(request_id: str, num_tokens: int, end: LastWord | None, logprobs: TokenLogprobs | None) -> int:
     """At most what an entry takes in msgpack, all its arrays counted."""
     size = ENTRY_BYTES + 4 * len(request_id) + _token_bytes(logprobs) * num_tokens
     if logprobs is not None:
@@ -56,7 +56,7 @@ class Emission:
         self._firsts: list[int] = []
         self._counts: list[int] = []
         self._tokens: list[int] = []
-        self._ends: list[tuple[int, End]] = []
+        self._ends: list[tuple[int, LastWord]] = []
         self._cached: list[tuple[int, int]] = []
         self._logprobs: list[tuple[int, TokenLogprobs]] = []
         self._num_bytes = 0
@@ -67,11 +67,11 @@ class Emission:
         epoch: int,
         first_index: int,
         tokens: Sequence[int],
-        end: End | None = None,
+        end: LastWord | None = None,
         num_cached: int = 0,
         logprobs: TokenLogprobs | None = None,
     ) -> None:
-        """Tokens of a request from `first_index` on, and its end if these were the last. Order is kept.
+        """Tokens of a request from `first_index` on, and the last word on it if these are the last. Order is kept.
 
         `num_cached`: of its prompt, to be said with the first tokens. `logprobs`: of these tokens, if it asked.
         """
@@ -124,13 +124,14 @@ class Emission:
 
 
 class Held(NamedTuple):
-    """What a holder knows of a request: all tokens emitted so far, what was said of them, and the end if there was
-    one."""
+    """What a holder knows of a request: the tokens emitted so far, from index `start` on, what was said of them, and
+    the last word on it if there was one."""
 
     epoch: int
     tokens: Sequence[int]
-    end: End | None
+    end: LastWord | None
     logprobs: KeptLogprobs | None = None
+    start: int = 0
 
 
 def resend_answer(source: str, resend: Resend, find: Callable[[str], Held | None]) -> TokensEmitted:
@@ -147,18 +148,21 @@ def resend_answer(source: str, resend: Resend, find: Callable[[str], Held | None
         if held is None:
             emission.add(request_id, epoch, first, [], _lost(f"{source} does not hold this request (any more)"))
             continue
-        _, tokens, end, kept = held
-        if kept is not None and first < min(kept.first, len(tokens)):
+        _, tokens, end, kept, start = held
+        num_tokens = start + len(tokens)
+        if first < start:
+            emission.add(request_id, epoch, first, [], _lost(f"{source} holds output from {start} on"))
+            continue
+        if kept is not None and first < min(kept.first, num_tokens):
             emission.add(request_id, held.epoch, first, [], _lost(f"{source} keeps no logprobs of so long ago"))
             continue
-        stop = min(first + room, len(tokens))
+        stop = min(first + room, num_tokens)
         logprobs = None
         if kept is not None and stop > first:
             stop = min(stop, first + _most_tokens(kept.get(first, first + 1)))
             logprobs = kept.get(first, stop)
-        emission.add(
-            request_id, held.epoch, first, tokens[first:stop], end if stop >= len(tokens) else None, logprobs=logprobs
-        )
+        said = end if stop >= num_tokens else None
+        emission.add(request_id, held.epoch, first, tokens[first - start : stop - start], said, logprobs=logprobs)
         room -= max(stop - first, 0)
     messages = emission.take()
     if messages:

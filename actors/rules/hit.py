@@ -24,6 +24,20 @@ class Hit:
         return self.num_blocks * BLOCK_TOKENS - self.start
 
 
+EXACT_OUTPUT = 1024
+"""Tokens of an output, at most, that are computed by all layers when its request is computed anew."""
+
+
+def bounded_tokens(num_tokens: int, num_output: int) -> int:
+    """Of a text that ends with `num_output` tokens of output: those that count as its prompt, of which decoder layers
+    compute the last window only, and cached blocks end before that.
+
+    A little output is computed as it was the first time, behind its prompt and by all layers: the state is the same,
+    bit for bit. More of it is taken for prompt: its blocks are restored, too, and the state is approximate.
+    """
+    return num_tokens - num_output if num_output <= EXACT_OUTPUT else num_tokens
+
+
 def usable_blocks(num_present: int, num_tokens: int) -> int:
     """Of `num_present` blocks in a row from the first one, those a prompt of `num_tokens` can use.
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from actors.rules.emission import Emission
 from actors.rules.window import Window
-from schemas.request import End, TokenLogprobs, TokensEmitted
+from schemas.request import LastWord, TokenLogprobs, TokensEmitted
 
 BACKLOG_TOKENS = 4096
 """A sender that can slow down should, when so many tokens wait for one destination."""
@@ -28,7 +28,7 @@ class Outbox:
         epoch: int,
         first_index: int,
         tokens: Sequence[int],
-        end: End | None = None,
+        end: LastWord | None = None,
         num_cached: int = 0,
         logprobs: TokenLogprobs | None = None,
     ) -> None:

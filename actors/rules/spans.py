@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from opentelemetry.trace import Span, StatusCode
 
-from schemas.request import End, Failed, Finished
+from schemas.request import Failed, Finished, LastWord, Preempted
 
 
-def end_span(span: Span, num_output: int, end: End | None) -> None:
+def end_span(span: Span, num_output: int, end: LastWord | None) -> None:
     """Say how many tokens came out and how it ended (None: it was handed on or stopped), and end the span."""
     span.set_attribute("gen_ai.usage.output_tokens", num_output)
     if isinstance(end, Finished):
@@ -15,4 +15,6 @@ def end_span(span: Span, num_output: int, end: End | None) -> None:
     elif isinstance(end, Failed):
         span.set_attribute("error.type", end.failure.code)
         span.set_status(StatusCode.ERROR, end.failure.message)
+    elif isinstance(end, Preempted):
+        span.set_attribute("shoal.preempted", True)
     span.end()

@@ -22,7 +22,7 @@ from run.simulate.policies import choice_of
 from run.simulate.truth import Truth
 from run.virtual import run_virtual
 from schemas.message import Role
-from schemas.request import End, Failed, Finished, Limits, Sampling, Submit, Taken, TokensEmitted
+from schemas.request import End, Failed, Finished, LastWord, Limits, Preempted, Sampling, Submit, Taken, TokensEmitted
 
 WARM_S = 20.0
 """Before the first request: everyone has heard of everyone, and no replica counts as new."""
@@ -83,8 +83,9 @@ class Clients(Actor):
                 self._end(id, ends[number])
         return Taken()
 
-    def _end(self, id: str, end: End) -> None:
-        self.ends.setdefault(id, end)
+    def _end(self, id: str, end: LastWord) -> None:
+        if not isinstance(end, Preempted):  # which no entrypoint says
+            self.ends.setdefault(id, end)
         if len(self.ends) == self.num_expected:
             self.is_done.set()
 

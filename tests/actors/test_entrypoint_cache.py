@@ -216,7 +216,7 @@ def test_a_request_that_ends_while_its_prompt_is_put_on_offer_is_not_dispatched(
 def test_who_ended_with_its_process_takes_no_part_any_more(role: Role) -> None:
     async def play(world: Scene) -> None:
         ids = [shard.id for shard in world.shards] if role is Role.METADATA else ["p0"]
-        peers, loop = world.entrypoint._peers, asyncio.get_running_loop()
+        peers, loop = world.entrypoint._finder.peers, asyncio.get_running_loop()
         assert peers.shards(loop.time()) and peers._prefill.alive(loop.time())
         exited = ProcessExited(name="x", pid=1, members=[f"{role}/{id}" for id in ids])
         await world.recipe.bus.tell(EXITED.all(), exited)
@@ -326,7 +326,7 @@ def test_a_look_up_made_again_is_under_the_names_of_now() -> None:
         world.replica.is_full = True
         await world.send(submit(num_tokens=LONG))
         await asyncio.sleep(1.0)
-        world.entrypoint._peers.described("p0", "new weights")
+        world.entrypoint._finder.peers.described("p0", "new weights")
         await asyncio.sleep(FRESH_S + 1)
         world.replica.is_full = False
         await until(lambda: bool(world.replica.dispatches))

@@ -155,11 +155,11 @@ def test_names_are_those_of_the_chain_under_model_and_salt() -> None:
 
 
 def test_a_prompt_that_is_not_what_was_announced_has_no_names() -> None:
-    assert can_be_named(submit(num_tokens=5), prompt_bytes(5))
-    assert not can_be_named(submit(num_tokens=5), prompt_bytes(4))
-    assert not can_be_named(submit(num_tokens=5), prompt_bytes(5)[:-1])
-    over = submit(num_tokens=1, num_prompt_tokens=(MAX_BLOCKS + 1) * 128)
-    assert not can_be_named(over, bytes(4 * over.num_prompt_tokens))
+    assert can_be_named(prompt_bytes(5), 5)
+    assert not can_be_named(prompt_bytes(4), 5)
+    assert not can_be_named(prompt_bytes(5)[:-1], 5)
+    num_over = (MAX_BLOCKS + 1) * 128
+    assert not can_be_named(bytes(4 * num_over), num_over)
 
 
 @pytest.mark.parametrize("num_blocks", [8192, MAX_BLOCKS])

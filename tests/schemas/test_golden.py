@@ -1,7 +1,8 @@
 """The bytes of every message, fixed: what an older process sends must be understood, and the other way round.
 
 `golden.txt` has a line for each of MESSAGES: its type and its bytes. A changed line is a change of the wire. A new
-field needs a default and leaves the line alone; a new message gets a new line.
+field needs a default and leaves the line alone (the 16th makes its head two bytes longer, which is read all the same);
+a new message gets a new line.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ from schemas.request import (
     Finished,
     FinishReason,
     Limits,
+    Preempted,
     Resend,
     Sampling,
     Submit,
@@ -369,6 +371,38 @@ MESSAGES: list[Message] = [
         tokens=[5],
         logprobs=[(0, TokenLogprobs(sampled=[-0.5]))],
     ),
+    Preempted(),
+    TokensEmitted(
+        source="d", request_ids=["r"], epochs=[1], first_indexes=[7], counts=[0], tokens=[], ends=[(0, Preempted())]
+    ),
+    Dispatch(
+        request_id="r",
+        entrypoint="e",
+        epoch=1,
+        reservation=2,
+        balancer="b",
+        prompt=Payload(handle=HANDLE),
+        num_prompt_tokens=9,
+        sampling=SAMPLING,
+        limits=LIMITS,
+        num_output=3,
+        is_protected=True,
+    ),
+    HandOver(
+        request_id="r",
+        entrypoint="e",
+        epoch=1,
+        reservation=2,
+        balancer="b",
+        state=HANDLE,
+        layout="l",
+        num_tokens=9,
+        sampling=SAMPLING,
+        limits=LIMITS,
+        num_output=3,
+        is_protected=True,
+    ),
+    Route(request_id="r", num_new=9, num_cached=256, is_whole=True),
 ]
 
 GOLDEN = [line.split() for line in Path(__file__).with_name("golden.txt").read_text().splitlines()]
