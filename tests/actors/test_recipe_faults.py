@@ -12,7 +12,7 @@ from bus.subjects import EXITED, LOAD, RECIPE_TOKENS
 from schemas.failure import Code, Failure
 from schemas.liveness import ProcessExited
 from schemas.message import Role
-from schemas.request import CancelReason, Failed, TokensEmitted
+from schemas.request import CancelReason, Failed, Finished, FinishReason, TokensEmitted
 from schemas.routing import LoadReported
 from tests.actors.edge import CHAT, STOP, STREAM, FakeEntrypoint, content, silent, submitted
 from tests.conftest import Run
@@ -31,6 +31,27 @@ def test_a_stop_sequence_ends_the_request_at_the_shard(run_async: Run, card: Mod
             assert events[-1]["choices"][0]["finish_reason"] == "stop"
             await system.entrypoint.until(lambda: id in system.entrypoint.cancelled)
             assert system.entrypoint.cancelled[id].reason is CancelReason.STOP_SEQUENCE
+
+    run_async(main())
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3])
+def test_a_stop_sequence_at_the_limit_stops_and_cancels_nobody(run_async: Run, card: ModelCard, cut: int) -> None:
+    """A step gave several tokens, the last with the end: the stop sequence is complete with it, or before."""
+
+    async def main() -> None:
+        async with silent(card) as system:
+            client = await system.client()
+            await client.send(CHAT, {**STREAM, "stop": ["there!", "e!"], "max_tokens": len(system.entrypoint.answer)})
+            [id] = await submitted(system.entrypoint)
+            answer = system.entrypoint.answer
+            await system.entrypoint.emit(id, answer[:-cut])
+            await system.entrypoint.emit(id, answer[-cut:], Finished(reason=FinishReason.LENGTH))
+            events = await client.all()
+            assert content(events) == "Hello "
+            assert events[-1]["choices"][0]["finish_reason"] == "stop"
+            assert events[-1]["usage"]["completion_tokens"] == len(answer)
+            assert len(system.recipe._open) == 0 and system.entrypoint.cancelled == {}
 
     run_async(main())
 
