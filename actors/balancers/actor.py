@@ -179,7 +179,7 @@ class ExpertBalancer(Actor):
             self.spawn(self._plan(recent, used.role, question))
 
     async def _plan(self, recent: Recent, role: Role, question: Question) -> None:
-        """Takes a third of a second for each layer of a group of 64."""
+        """Takes a fifth of a second for each uneven layer of a group of 64."""
         advice = await self.bus.seams.run_beside(question.answer)
         if (planned := recent.advised(question, advice, self.bus.seams.clock_ns())) is not None:
             await self._tell(recent, role, planned)
