@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -112,6 +112,14 @@ class EngineInfo:
     block_bytes: int
 
 
+class Counts(NamedTuple):
+    """Of all decode steps: tokens drafted, rows verified (the token that is fed, and its drafts), drafts accepted."""
+
+    drafted: int
+    verified: int
+    accepted: int
+
+
 class StateError(ValueError):
     """An exported state that cannot be restored here: wrong layout, or damaged."""
 
@@ -182,6 +190,11 @@ class Engine(Protocol):
 
     @property
     def info(self) -> EngineInfo: ...
+
+    @property
+    def counts(self) -> Counts:
+        """Since the start."""
+        ...
 
     @property
     def group(self) -> Member | None:

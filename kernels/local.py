@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from kernels.engine import (
     BLOCK_TOKENS,
     Admission,
     Chunk,
+    Counts,
     EngineInfo,
     GroupError,
     ImageRows,
@@ -28,6 +29,7 @@ from kernels.engine import (
     Tokens,
 )
 from kernels.group import Group, GroupSpec
+from kernels.keys import ConfigError
 from kernels.kvlayout import KVLayout
 from kernels.lockstep import Lockstep
 from kernels.member import LocalMember
@@ -35,8 +37,10 @@ from kernels.model import ComputeDtype, load_model
 from kernels.pages import num_blocks_of
 from kernels.requests import Requests, check_images
 from kernels.revision import revision
+from kernels.schedule import Mode, Scheduler
 from kernels.slots import SlotRequest, export_state, read_blocks, read_windows, restore_state, resume
 from kernels.stepping import Stepping
+from kernels.steptimes import Floats
 from kernels.thread import ComputeThread
 
 T = TypeVar("T")
@@ -44,7 +48,7 @@ T = TypeVar("T")
 KV_BYTES = 1 << 30
 """For compressed KV of all requests; never less than the longest one needs, nor more than all of that length need."""
 
-_STATE_REVISION = 3  # of what export writes; raise it whenever that changes
+_STATE_REVISION = 4  # of what export writes; raise it whenever that changes
 _BLOCK_REVISION = 1  # of payloads and windows, likewise
 
 
@@ -67,25 +71,28 @@ class LocalEngine:
         max_step_tokens: int,
         num_threads: int = 1,
         compute_dtype: ComputeDtype = "fp32",
-        drafts: bool = True,
+        drafts: Mode = "scheduled",
         group: GroupSpec | None = None,
     ) -> None:
         """Reads only config.json and shoal.json; `start` loads the weights. Raises ConfigError.
 
         num_slots: requests held at once; max_step_tokens: the most tokens of one prefill step; num_threads: torch's, as
-        products take one (`ops/blas.py`); drafts: use the draft stages, where the checkpoint has them; group: the ranks
-        that share the experts.
+        products take one (`ops/blas.py`); drafts: whether the draft stages are used, where the checkpoint has them, and
+        whether all they say is verified or what pays (`schedule.py`); group: the ranks that share the experts.
         """
         self._folder = Path(folder)
         self._compute_dtype: ComputeDtype = compute_dtype
         self._config = ModelConfig.from_folder(self._folder)
-        self._drafts = drafts and self._config.num_nextn_predict_layers > 0
+        self._mode: Mode = drafts if self._config.num_nextn_predict_layers > 0 else "off"
+        self._drafts = self._mode != "off"
+        card = _card(self._folder)
+        self._temperatures = _temperatures(card if self._drafts else {}, self._config.dspark_block_size)
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         max_tokens = self._config.max_position_embeddings
         longest, affordable = num_blocks_of(max_tokens), KV_BYTES // max(KVLayout(self._config).block_bytes, 1)
         self._num_blocks = min(max(affordable, longest), num_slots * longest)
         self._info = EngineInfo(
-            model=_model_name(self._folder),
+            model=str(card.get("model", self._folder.resolve().name)),
             layout=_layout(self._config, compute_dtype, self._drafts, self._device),
             vocab_size=self._config.vocab_size,
             eos_token=self._config.eos_token_id,
@@ -105,6 +112,10 @@ class LocalEngine:
     @property
     def info(self) -> EngineInfo:
         return self._info
+
+    @property
+    def counts(self) -> Counts:
+        return self._loaded().counts
 
     @property
     def group(self) -> LocalMember | None:
@@ -263,17 +274,26 @@ class LocalEngine:
         space = _space(revision(self._folder), self._config, self._compute_dtype, self._device)
         self._info = dataclasses.replace(self._info, space=space)
         lockstep = Lockstep(group, model)
-        self._steps = Stepping(model, pool, lockstep, self._drafts, self._info.eos_token)
+        scheduler = Scheduler(self._mode if model.drafter is not None else "off", self._temperatures)
+        self._steps = Stepping(model, pool, lockstep, scheduler, self._info.eos_token)
         self._member = None if group is None else LocalMember(group, lockstep, self._thread)
 
 
-def _model_name(folder: Path) -> str:
-    """The served name of shoal.json, else the folder's name."""
+def _card(folder: Path) -> dict[str, Any]:
+    """shoal.json, empty without one."""
     try:
-        card = json.loads((folder / "shoal.json").read_text())
+        return dict(json.loads((folder / "shoal.json").read_text()))
     except FileNotFoundError:
-        return folder.resolve().name
-    return str(card.get("model", folder.resolve().name))
+        return {}
+
+
+def _temperatures(card: dict[str, Any], num_places: int) -> Floats:
+    """What confidences of drafts are divided by, [places]: 1 where the card does not say. Raises ConfigError."""
+    told = card.get("confidence_temperatures", [1.0] * num_places)
+    is_list = isinstance(told, list) and len(told) == num_places
+    if not is_list or not all(isinstance(one, int | float) and one > 0 for one in told):
+        raise ConfigError(f"shoal.json: confidence_temperatures must be {num_places} numbers above 0")
+    return np.array(told, dtype=np.float64)
 
 
 def _layout(config: ModelConfig, compute_dtype: ComputeDtype, drafts: bool, device: str) -> str:

@@ -14,6 +14,7 @@ import torch
 from kernels.cache import StatePool
 from kernels.engine import Prefix, StateError
 from kernels.requests import NONE, Request, check_restored
+from kernels.schedule import History
 from kernels.seal import seal, unseal
 
 _NUM_TOKENS = struct.Struct("<Q")
@@ -24,11 +25,13 @@ class SlotRequest(Request):
     """`hidden` [hidden_size] is the last prompt row, kept until the first token is sampled from it.
 
     `images`: position and rows [num_tokens, hidden_size] of those that are not wholly computed.
+    `history`: of its drafts.
     """
 
     slot: int = -1
     hidden: torch.Tensor | None = None
     images: list[tuple[int, npt.NDArray[np.float32]]] = field(default_factory=list)
+    history: History = field(default_factory=History)
 
     def advance(self, num_tokens: int) -> None:
         """That many tokens are computed, from the start on."""
@@ -45,6 +48,7 @@ def export_state(key: str, request: SlotRequest, pool: StatePool, layout: str) -
         tensors["hidden"] = request.hidden.cpu()
     else:
         tensors["last"] = torch.tensor(request.last)
+    tensors["drafts"] = torch.tensor(request.history.dump(), dtype=torch.float64)
     return seal(layout, safetensors.torch.save(tensors))
 
 
@@ -55,6 +59,10 @@ def restore_state(request: SlotRequest, pool: StatePool, layout: str, state: byt
     except safetensors.SafetensorError as error:
         raise StateError(f"state is damaged: {error}") from None
     hidden, last = tensors.pop("hidden", None), tensors.pop("last", None)
+    try:
+        history = History.load(tensors.pop("drafts", torch.empty(0)).flatten().tolist())
+    except ValueError as error:
+        raise StateError(f"state has {error}") from None
     if (hidden is None) == (last is None):
         raise StateError("state must hold either a pending hidden row or a pending token")
     if hidden is not None and (hidden.shape != (pool.config.hidden_size,) or hidden.dtype != torch.float32):
@@ -67,7 +75,7 @@ def restore_state(request: SlotRequest, pool: StatePool, layout: str, state: byt
         pool.import_(request.slot, tensors)
     except ValueError as error:
         raise StateError(str(error)) from None
-    request.num_tokens = num_tokens
+    request.num_tokens, request.history = num_tokens, history
     request.hidden = None if hidden is None else hidden.to(pool.device)
     request.last = NONE if last is None else int(last)
 

@@ -18,6 +18,7 @@ from kernels.engine import (
     Admission,
     Buffer,
     Chunk,
+    Counts,
     EngineInfo,
     ImageRows,
     Member,
@@ -106,12 +107,17 @@ class TimedEngine:
         self._cost = cost or StepCost()
         self._mean_output = mean_output
         self._most_accepted = most_accepted
+        self._counts = Counts(0, 0, 0)
         self._requests = Requests(_Request)
         self._num_blocks = info.capacity_tokens // BLOCK_TOKENS
 
     @property
     def info(self) -> EngineInfo:
         return self._info
+
+    @property
+    def counts(self) -> Counts:
+        return self._counts
 
     @property
     def group(self) -> Member | None:
@@ -234,6 +240,9 @@ class TimedEngine:
         if request.last != NONE:
             room = request.num_reserved - request.num_tokens
             num = min(1 + _mix(request.digest) % self._most_accepted, room)
+            drafted, verified, accepted = self._counts
+            most = min(self._most_accepted, room)
+            self._counts = Counts(drafted + most - 1, verified + most, accepted + num - 1)
         tokens: list[int] = []
         request.logprobs = []
         for _ in range(num):

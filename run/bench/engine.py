@@ -26,6 +26,7 @@ from kernels.config import ModelConfig
 from kernels.engine import Admission, Chunk, Sampling
 from kernels.flops import decode_weights, prefill_flops
 from kernels.local import LocalEngine
+from kernels.schedule import Mode
 from run.bench.operations import timed_operations
 from run.settings import Settings
 
@@ -68,7 +69,7 @@ async def measure(folder: Path, num_threads: int) -> dict[str, Any]:
     with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(num_threads,)) as thread:
         _say("raw limits")
         raw = await asyncio.get_running_loop().run_in_executor(thread, _raw)
-    engine = await _started(folder, num_threads, drafts=False)
+    engine = await _started(folder, num_threads, drafts="off")
     lengths = [n for n in sorted({*PREFILLS, *REPLAYS}) if n <= engine.info.max_tokens]
     bounded, exact = await _prefills(engine, lengths)
     steps_s = {n: await _decode(engine, n) for n in BATCHES}
@@ -94,7 +95,7 @@ async def measure(folder: Path, num_threads: int) -> dict[str, Any]:
         "raw": raw,
     }
     if config.num_nextn_predict_layers:
-        engine = await _started(folder, num_threads, drafts=True)
+        engine = await _started(folder, num_threads, drafts="fixed")
         for n in BATCHES:
             step_s, num_tokens = await _decode(engine, n)
             found["decode_drafts_tok_s"][str(n)] = round(num_tokens / step_s, 1)
@@ -104,7 +105,7 @@ async def measure(folder: Path, num_threads: int) -> dict[str, Any]:
     return found
 
 
-async def _started(folder: Path, num_threads: int, *, drafts: bool) -> LocalEngine:
+async def _started(folder: Path, num_threads: int, *, drafts: Mode) -> LocalEngine:
     engine = LocalEngine(
         folder, num_slots=max(BATCHES), max_step_tokens=STEP_TOKENS, num_threads=num_threads, drafts=drafts
     )
@@ -160,7 +161,7 @@ async def _operations(folder: Path, num_threads: int) -> dict[str, dict[str, flo
     """Milliseconds per operation of one prefill step and of decode steps; "other" is Python between the operations."""
     found = {}
     with timed_operations() as clock:
-        engine = await _started(folder, num_threads, drafts=False)
+        engine = await _started(folder, num_threads, drafts="off")
 
         async def share(num_repeats: int, work: Callable[[], Any]) -> dict[str, float]:
             await work()

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kernels.constraint import Constraint, Logprobs
-from kernels.engine import Admission, Chunk, EngineInfo, ImageRows, Member, Prefix, Sampling, Tokens
+from kernels.engine import Admission, Chunk, Counts, EngineInfo, ImageRows, Member, Prefix, Sampling, Tokens
 from run.simulate.truth import Piece, Truth
 
 _STATE = struct.Struct("<Q")
@@ -52,13 +52,19 @@ class SimEngine:
         self._chance = chance
         self._mean_accepted = mean_accepted
         self._requests: dict[str, _Request] = {}
-        self._num_reserved = 0
+        self._num_reserved = self._num_steps = self._num_new = 0
         self._news = asyncio.Event()
         self.busy_s = 0.0
 
     @property
     def info(self) -> EngineInfo:
         return self._info
+
+    @property
+    def counts(self) -> Counts:
+        """Every draft is a right one here, of those that count."""
+        num_right = max(self._num_new - self._num_steps, 0)
+        return Counts(num_right, self._num_steps + num_right, num_right)
 
     @property
     def group(self) -> Member | None:
@@ -161,9 +167,11 @@ class SimEngine:
     def _advance(self, request: _Request, answer: Tokens, num_steps: int) -> list[int]:
         """The tokens of so many steps: one of the first, `mean_accepted` on average of the others."""
         request.num_steps += num_steps
+        self._num_steps += num_steps
         wanted = 1 + math.floor((request.num_steps - 1) * self._mean_accepted)
         first, request.num_emitted = request.num_emitted, min(wanted, len(answer))
         tokens: list[int] = answer[first : request.num_emitted].tolist()
         if wanted > len(answer):
             tokens.append(self._info.eos_token)
+        self._num_new += len(tokens)
         return tokens

@@ -97,7 +97,7 @@ async def generate(local: LocalEngine) -> tuple[dict[str, list[int]], dict[str, 
 
 def test_what_is_allowed_and_told_is_the_same_with_drafts(run_debug: Run) -> None:
     async def main() -> None:
-        plain, plain_told, most = await generate(engine(drafts=False))
+        plain, plain_told, most = await generate(engine(drafts="off"))
         new, told, fewer = await generate(engine())
         assert (new, told) == (plain, plain_told)
         assert fewer < most

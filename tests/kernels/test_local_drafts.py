@@ -13,6 +13,7 @@ from kernels.cache import StatePool
 from kernels.engine import Admission, Chunk, Sampling, Tokens
 from kernels.local import LocalEngine
 from kernels.model import Model
+from kernels.schedule import Mode
 from tests.conftest import Run
 from tests.kernels.conftest import GOLDEN
 from tests.kernels.test_engine import extend
@@ -23,7 +24,7 @@ NUM_NEW = 20
 SAMPLINGS = {"greedy": Sampling(0.0, 1.0, 0), "warm": Sampling(1.0, 0.9, 5), "hot": Sampling(30.0, 1.0, 2**63 - 1)}
 
 
-def engine(*, drafts: bool = True, folder: Path = MINI) -> LocalEngine:
+def engine(*, drafts: Mode = "fixed", folder: Path = MINI) -> LocalEngine:
     return LocalEngine(folder, num_slots=4, max_step_tokens=64, drafts=drafts)
 
 
@@ -52,7 +53,7 @@ async def outputs(local: LocalEngine) -> dict[str, list[int]]:
 
 def test_drafts_change_no_token_and_save_steps(run_debug: Run) -> None:
     async def main() -> None:
-        plain = await outputs(engine(drafts=False))
+        plain = await outputs(engine(drafts="off"))
         assert await outputs(engine()) == plain
         local = engine()
         await local.start()
@@ -68,7 +69,7 @@ def test_drafts_change_no_token_and_save_steps(run_debug: Run) -> None:
 @pytest.mark.parametrize("room", [1, 2, 4])
 def test_drafts_stay_within_what_is_reserved(room: int, run_debug: Run) -> None:
     async def main() -> None:
-        local, plain = engine(), engine(drafts=False)
+        local, plain = engine(), engine(drafts="off")
         for each in (local, plain):
             await each.start()
             await begin(each, room=room)
@@ -83,7 +84,7 @@ def test_drafts_stay_within_what_is_reserved(room: int, run_debug: Run) -> None:
 
 def test_a_moved_request_takes_its_draft_windows_along(run_debug: Run) -> None:
     async def main() -> None:
-        plain = await outputs(engine(drafts=False))
+        plain = await outputs(engine(drafts="off"))
         source, target = engine(), engine()
         await source.start()
         await target.start()
@@ -108,7 +109,7 @@ def test_a_moved_request_takes_its_draft_windows_along(run_debug: Run) -> None:
 
 
 def test_state_with_and_without_draft_windows_is_told_apart() -> None:
-    assert engine().info.layout != engine(drafts=False).info.layout
+    assert engine().info.layout != engine(drafts="off").info.layout
 
 
 def test_a_bounded_prompt_is_the_models_bounded_replay(mini: Model, run_debug: Run) -> None:
@@ -116,7 +117,7 @@ def test_a_bounded_prompt_is_the_models_bounded_replay(mini: Model, run_debug: R
     prompt = prompts()["hot"]
 
     async def first_rows() -> list[torch.Tensor]:
-        local = engine(drafts=False)
+        local = engine(drafts="off")
         await local.start()
         rows = []
         for name, bounded in (("bounded", len(prompt)), ("exact", 0)):

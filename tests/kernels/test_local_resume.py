@@ -16,6 +16,7 @@ from kernels.cache import StatePool
 from kernels.engine import Admission, Chunk, StateError
 from kernels.local import LocalEngine
 from kernels.model import ComputeDtype, Model
+from kernels.schedule import Mode
 from tests.conftest import Run
 from tests.kernels.conftest import GOLDEN
 from tests.kernels.test_engine import GREEDY, extend
@@ -27,7 +28,7 @@ from tests.untrained import untrained
 MINI = GOLDEN / "mini"
 
 
-def engine(*, drafts: bool = True) -> LocalEngine:
+def engine(*, drafts: Mode = "fixed") -> LocalEngine:
     return LocalEngine(MINI, num_slots=4, max_step_tokens=64, drafts=drafts)
 
 
@@ -41,7 +42,7 @@ def test_with_drafts_and_without_on_either_side(run_debug: Run, name: str) -> No
     """Blocks of an exact request are those of a bounded one; drafts are accepted behind them as if nothing were new."""
 
     async def main() -> None:
-        source, plain, target = engine(), engine(drafts=False), engine()
+        source, plain, target = engine(), engine(drafts="off"), engine()
         for each in (source, plain, target):
             await each.start()
         assert source.info.space == plain.info.space and source.info.layout != plain.info.layout
