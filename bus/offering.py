@@ -23,6 +23,9 @@ ASK_S = 5.0
 PATIENCE_S = 60.0
 """How long a computed request waits for room in decode."""
 
+RESUMED_PATIENCE_S = 600.0
+"""The same of one that has output already: it is to end early only by its deadline."""
+
 
 class Offering:
     """The state of one request; `to_hand_over` makes the message that goes with it to one replica.
@@ -41,10 +44,10 @@ class Offering:
         """Stop soon. Idempotent."""
         self._cancelled.set()
 
-    async def place(self, wanted: Route) -> None:
+    async def place(self, wanted: Route, patience_s: float = PATIENCE_S) -> None:
         """Returns when a replica has taken it, or there is no need any more: cancelled, ended, or owned elsewhere.
 
-        Raises the balancer's `BusError` when nobody had room for `PATIENCE_S`.
+        Raises the balancer's `BusError` when nobody had room for so long.
         """
         checksum = await self._bulk.checksum(self._state)
         await place(
@@ -53,7 +56,7 @@ class Offering:
             RELEASE_DECODE,
             wanted,
             lambda routed: self._offer(routed, checksum),
-            patience_s=PATIENCE_S,
+            patience_s=patience_s,
             is_over=self._cancelled.is_set,
         )
 

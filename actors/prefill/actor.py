@@ -25,7 +25,7 @@ from bus.bulk import Bulk
 from bus.bus import Bus, BusError, fail
 from bus.files import Files
 from bus.keeper import Keeper
-from bus.offering import Offering
+from bus.offering import PATIENCE_S, RESUMED_PATIENCE_S, Offering
 from bus.ranks import GroupOf, Ranks
 from bus.snapshots import POOL_BYTES
 from bus.subjects import (
@@ -333,7 +333,8 @@ class Prefill(Actor):
         with trace.use_span(span):
             await self.loader.told(job)  # so that usage is right from the first token on
             try:
-                await self._leaving[job.id][1].place(job.route())
+                patience_s = RESUMED_PATIENCE_S if job.dispatch.num_output else PATIENCE_S
+                await self._leaving[job.id][1].place(job.route(), patience_s)
             except BusError as error:
                 await self._fail(job, error.failure)
         self._leaving.pop(job.id, None)

@@ -168,5 +168,5 @@ class Batch:
 def _admit(engine: Engine, job: Job) -> Admission:
     sampling = job.dispatch.sampling
     wanted = Sampling(temperature=sampling.temperature, top_p=sampling.top_p, seed=sampling.seed)
-    bounded = 0 if job.dispatch.exact else len(job.tokens)
+    bounded = 0 if job.dispatch.exact else job.num_bounded
     return engine.admit(job.id, len(job.tokens), wanted, bounded_prompt=bounded)

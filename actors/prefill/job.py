@@ -11,6 +11,7 @@ import numpy as np
 from actors.prefill.keeping import Keeping
 from actors.prefill.restore import NOTHING, Fetched, Restored, check, plan
 from actors.rules.cost import Cost, Terms, Work, chunk_terms
+from actors.rules.hit import bounded_tokens
 from kernels.engine import ImageRows, Tokens
 from schemas.bulk import Handle
 from schemas.cache import HitShortened
@@ -84,7 +85,7 @@ class Job:
         prefix = dispatch.prefix
         if prefix is not None:
             check(prefix, len(tokens))
-            job.restored = plan(prefix, len(tokens))
+            job.restored = plan(prefix, job.num_bounded)
             if prefix.space == space:
                 job.keeping = Keeping(prefix, tokens, block_bytes, branches)
                 if job.restored.hit.num_blocks and not dispatch.exact:
@@ -102,6 +103,12 @@ class Job:
         return self.dispatch.tenant
 
     @property
+    def num_bounded(self) -> int:
+        """Of its tokens, those that are its prompt: cached blocks end in it, and of it decoder layers compute the last
+        window only, unless all is to be `exact`. What is behind it is output, which they compute."""
+        return bounded_tokens(len(self.tokens), self.dispatch.num_output)
+
+    @property
     def num_left(self) -> int:
         return len(self.tokens) - (self.num_done if self.is_admitted else self.restored.hit.start)
 
@@ -113,7 +120,7 @@ class Job:
 
     def chunk(self, num_tokens: int) -> Terms:
         """Of a step that computes its next `num_tokens`."""
-        behind = self.num_left - num_tokens
+        behind = self.num_bounded - self.num_done - num_tokens
         return chunk_terms(num_tokens, self.num_done, behind, is_exact=self.dispatch.exact)
 
     @property
@@ -143,10 +150,11 @@ class Job:
         """What is asked of the decode balancer."""
         return Route(
             request_id=self.id,
-            num_new=self.dispatch.limits.max_tokens,
+            num_new=self.dispatch.limits.max_tokens - self.dispatch.num_output,
             num_cached=len(self.tokens),
             deadline_ns=self.dispatch.limits.deadline_ns,
             tenant=self.tenant,
+            is_whole=self.dispatch.is_protected,
         )
 
     def hand_over(self, to: Routed, state: Handle, layout: str) -> HandOver:
@@ -163,6 +171,8 @@ class Job:
             sampling=self.dispatch.sampling,
             limits=self.dispatch.limits,
             chain=None if self.keeping is None else self.keeping.chain(),
+            num_output=self.dispatch.num_output,
+            is_protected=self.dispatch.is_protected,
         )
 
     def failed(self, source: str, failure: Failure) -> TokensEmitted:
