@@ -347,3 +347,18 @@ class TestEngine:
             assert await generate(engine, "r", longer, 6, WARM) == whole[4:]
 
         self.drive(make, body)
+
+    @pytest.mark.parametrize("cut", [293, 307])
+    def test_rebuilding_behind_a_bounded_prompt_gives_the_same_rest(self, make: Make, cut: int) -> None:
+        async def body(engine: Engine) -> None:
+            prompt = tokens(300)
+            assert engine.admit("r", 320, WARM, bounded_prompt=300) is Admission.OK
+            await engine.prefill([Chunk("r", prompt)])
+            whole = await step(engine, "r", 14)
+            longer = np.concatenate([prompt, np.array(whole[:8], dtype=np.uint32)])
+            assert engine.admit("again", 320, WARM, bounded_prompt=300) is Admission.OK
+            await engine.prefill([Chunk("again", longer[:cut])])
+            await engine.prefill([Chunk("again", longer[cut:])])
+            assert await step(engine, "again", 6) == whole[8:14]
+
+        self.drive(make, body)
