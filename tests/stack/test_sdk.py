@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import anthropic
 import httpx
@@ -117,6 +119,58 @@ class TestAnthropic:
             sdk.messages.create(model="another-9", messages=HELLO, max_tokens=1)
         with pytest.raises(anthropic.BadRequestError):
             sdk.messages.create(model=MODEL, messages=[], max_tokens=1)
+
+
+class TestSampling:
+    """What the protocols say of sampling, and our own of it, from end to end."""
+
+    def test_logprobs_are_the_same_in_a_stream_in_one_piece_and_in_responses(self, ai: openai.OpenAI) -> None:
+        asked: dict[str, Any] = {"model": MODEL, "messages": HELLO, "max_tokens": 8, "temperature": 0, "logprobs": True}
+        whole = ai.chat.completions.create(**asked, top_logprobs=3)
+        assert whole.choices[0].logprobs is not None and whole.usage is not None
+        entries = whole.choices[0].logprobs.content or []
+        assert 0 < len(entries) <= whole.usage.completion_tokens
+        for entry in entries:
+            top = [one.logprob for one in entry.top_logprobs]
+            assert len(top) == 3 and top == sorted(top, reverse=True) and entry.logprob <= top[0] <= 0
+        streamed = []
+        for chunk in ai.chat.completions.create(**asked, top_logprobs=3, stream=True):
+            if chunk.choices and chunk.choices[0].logprobs:
+                streamed += chunk.choices[0].logprobs.content or []
+        assert streamed == entries
+        with ThreadPoolExecutor(4) as pool:  # beside others
+            jobs = [pool.submit(ai.chat.completions.create, **asked, top_logprobs=i % 4) for i in range(4)]
+            said = [job.result().choices[0].logprobs for job in jobs]
+        assert [[one.logprob for one in (each.content or [])] for each in said if each] == 4 * [
+            [entry.logprob for entry in entries]
+        ]
+        answer = ai.responses.create(
+            model=MODEL, input="Say something.", max_output_tokens=8, temperature=0, top_logprobs=3
+        )
+        content = answer.output[-1].content[0]
+        assert [entry.model_dump() for entry in content.logprobs] == [entry.model_dump() for entry in entries]
+
+    def test_an_answer_has_its_least(self, ai: openai.OpenAI, sdk: anthropic.Anthropic) -> None:
+        extra = {"ignore_eos": True}
+        chat = ai.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=10, seed=5, extra_body=extra)
+        assert chat.usage is not None and chat.choices[0].finish_reason == "length"
+        responses = ai.responses.create(model=MODEL, input="Hi", max_output_tokens=10, extra_body={"min_tokens": 10})
+        assert responses.status == "incomplete"
+        message = sdk.messages.create(model=MODEL, messages=HELLO, max_tokens=10, extra_body=extra)
+        assert message.stop_reason == "max_tokens"
+        with pytest.raises(openai.BadRequestError, match="min_tokens"):
+            ai.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=4, extra_body={"min_tokens": 5})
+
+    def test_stop_strings(self, ai: openai.OpenAI, sdk: anthropic.Anthropic) -> None:
+        greedy: dict[str, Any] = {"model": MODEL, "messages": HELLO, "max_tokens": 16}
+        text = ai.chat.completions.create(**greedy, temperature=0).choices[0].message.content or ""
+        stop = text[len(text) // 2 :][:3]
+        chat = ai.chat.completions.create(**greedy, temperature=0, stop=[stop])
+        assert (chat.choices[0].message.content, chat.choices[0].finish_reason) == (text[: text.index(stop)], "stop")
+        message = sdk.messages.create(**greedy, stop_sequences=["\0", stop], extra_body=GREEDY)
+        said = "".join(block.text for block in message.content if block.type == "text")
+        assert (said, message.stop_reason, message.stop_sequence) == (text[: text.index(stop)], "stop_sequence", stop)
+        assert chat.usage is not None and message.usage.output_tokens == chat.usage.completion_tokens < 16
 
 
 class TestBareHttp:
