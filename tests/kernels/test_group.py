@@ -244,6 +244,8 @@ async def test_a_rank_that_does_not_step_is_waited_for_no_longer_than_was_said()
     try:
         with pytest.raises(GroupError, match="Timed out"):
             await engines[0].decode([])
+        with pytest.raises(GroupError, match="failed here: ValueError"):  # not of one request: the others have gone on
+            await engines[1]._step(lambda steps: int("no number"))
     finally:
         await close(engines)
 
