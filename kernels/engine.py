@@ -46,7 +46,8 @@ class Sampling:
     """A token is argmax(logits / temperature + Gumbel(seed, position)) after top-p; temperature 0 is greedy.
 
     The end-of-sequence token is not sampled for positions before `first_end`. `top_logprobs`: how many of the likeliest
-    tokens `Engine.logprobs` names beside the one sampled; -1: it is not asked.
+    tokens `Engine.logprobs` names beside the one sampled; -1: it is not asked. `logit_bias`: (token, what is added to
+    its logit), each token once.
     """
 
     temperature: float
@@ -54,6 +55,7 @@ class Sampling:
     seed: int
     first_end: int = 0
     top_logprobs: int = -1
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
 
 class Admission(Enum):

@@ -1,4 +1,4 @@
-"""What may be sampled: the logits of tokens that may not are set to -inf."""
+"""What may be sampled, and how readily: the logits of tokens that may not are set to -inf, those of others moved."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ class Rows(NamedTuple):
 
     `allowed` are the bits of its constraint, one row each, None without one. Before `first_end` the end-of-sequence
     token is not allowed, but where a constraint allows nothing else: it knows best when there is nothing more to say.
+    `bias`: (token, what is added to its logit).
     """
 
     num: int
     position: int
     first_end: int
     allowed: Bits | None
+    bias: Sequence[tuple[int, float]] = ()
 
 
 @torch.inference_mode()  # what it changes was made so
@@ -34,6 +36,9 @@ def mask_(logits: torch.Tensor, requests: Sequence[Rows], end_token: int, never:
     begin = 0
     for rows in requests:
         own = logits[begin : begin + rows.num]
+        if rows.bias:
+            tokens, added = zip(*rows.bias, strict=True)
+            own[:, list(tokens)] += torch.tensor(added, dtype=logits.dtype, device=logits.device)
         num_early = min(max(rows.first_end - rows.position, 0), rows.num)
         if rows.allowed is not None:
             allowed = rows.allowed.copy()

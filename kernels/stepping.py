@@ -136,8 +136,8 @@ class Stepping:
             for sampling, own in zip(samplings, torch.split(logits, counts), strict=True)
         ]
         masks = [
-            Rows(num, run.start + 1, run.request.sampling.first_end, None if run.is_stuck else run.allowed)
-            for num, run in zip(counts, runs, strict=True)
+            Rows(num, run.start + 1, sampling.first_end, None if run.is_stuck else run.allowed, sampling.logit_bias)
+            for num, run, sampling in zip(counts, runs, samplings, strict=True)
         ]
         mask_(logits, masks, self._end_token, self.model.config.image_token_id)
         found = verify(logits, [run.drafted for run in runs], [run.start for run in runs], samplings)

@@ -15,7 +15,8 @@ class Sampling(Message, frozen=True):
 
     `temperature` 0 is greedy. `seed` is always set: drawn at the edge when the client gave none. `top_logprobs`: how
     many of the likeliest tokens are named with each one sampled, -1 when not even its own is asked for. `grammar`: what
-    the whole output has to be, in the language of llguidance; anything when there is none.
+    the whole output has to be, in the language of llguidance; anything when there is none. `logit_bias`: (token, what
+    is added to its logit), each token once.
     """
 
     temperature: float
@@ -23,6 +24,7 @@ class Sampling(Message, frozen=True):
     seed: int
     top_logprobs: int = -1
     grammar: str = ""
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
 
 class Limits(Message, frozen=True):

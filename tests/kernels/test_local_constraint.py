@@ -64,7 +64,7 @@ SAMPLINGS = {
     "free": Sampling(0.0, 1.0, 0, top_logprobs=2),
     "greedy": Sampling(0.0, 1.0, 0, top_logprobs=0),
     "hot": Sampling(30.0, 1.0, 2**63 - 1, top_logprobs=3),
-    "late": Sampling(0.0, 1.0, 0, first_end=10**6),
+    "late": Sampling(0.0, 1.0, 0, first_end=10**6, logit_bias=tuple((token, 1e4) for token in range(9, 12))),
 }
 
 
@@ -103,6 +103,7 @@ def test_what_is_allowed_and_told_is_the_same_with_drafts(run_debug: Run) -> Non
         assert fewer < most
         for name in ("greedy", "hot", "late"):
             assert len({(token - place) % 3 for place, token in enumerate(new[name])}) == 1
+        assert new["late"] == [9 + place % 3 for place in range(NUM_NEW)], "whatever the model says"
         for name, num_top in (("free", 2), ("greedy", 0), ("hot", 3)):
             for token, one in zip(new[name], told[name], strict=True):
                 assert len(one.top) == num_top

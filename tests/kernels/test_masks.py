@@ -40,6 +40,13 @@ def test_rows_of_each_request_have_their_own_masks() -> None:
     assert allowed(logits) == [[1, 31], [2, END], everything, no_end, no_end, everything]
 
 
+def test_a_bias_is_added_in_its_own_rows_and_allows_nothing() -> None:
+    logits = torch.arange(3.0)[:, None].repeat(1, VOCAB)
+    mask_(logits, [Rows(2, 5, 0, bits([2, 3], [2, 3]), ((2, -1.5), (4, 100.0))), Rows(1, 5, 0, None)], END, never=None)
+    assert allowed(logits) == [[2, 3], [2, 3], list(range(VOCAB))]
+    assert logits[:, [2, 3]].tolist() == [[-1.5, 0.0], [-0.5, 1.0], [2.0, 2.0]]
+
+
 def test_an_end_comes_early_only_where_a_constraint_allows_nothing_else() -> None:
     logits = torch.zeros(3, VOCAB)
     before = bits([1, END], [END], [1, END])
