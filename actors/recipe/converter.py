@@ -152,6 +152,8 @@ class Converter:
             max_tokens = request.resolve_max_tokens(len(prompt), self.card.context_tokens)
         except library.ConversionError as error:
             raise Refusal(Code.CONTEXT_LENGTH, _message(error), _prompt_field(draft.protocol)) from None
+        if normal.choice.logit_bias:
+            normal.choice.check_tokens(self._num_tokens)
         return Prepared(
             protocol=draft.protocol,
             model=normal.model,
@@ -216,6 +218,13 @@ class Converter:
     def _longest_token_bytes(self) -> int:
         """Read when a long prompt asks for it. Byte-level BPE: one character of an entry is one byte of text."""
         return max(map(len, vocabulary(self.card.tokenizer_path)))
+
+    @functools.cached_property
+    def _num_tokens(self) -> int:
+        """Read when a request names some by their ids."""
+        read = orjson.loads(self.card.tokenizer_path.read_bytes())
+        last: int = max([*read["model"]["vocab"].values(), *(token["id"] for token in read["added_tokens"])])
+        return last + 1
 
     def _in_order(self, request: Any, images: list[Source]) -> list[Source]:
         """The images as the prompt has them: tool results are put into the order of their calls."""

@@ -12,6 +12,8 @@ from schemas.request import Sampling
 
 _MAX_SEED = 2**63
 _MAX_TOP = 20
+_MAX_BIAS = 100
+_MAX_BIASES = 1024
 _LOGPROBS = "message.output_text.logprobs"
 
 
@@ -25,6 +27,7 @@ class Choice:
     top_logprobs: int
     min_tokens: int
     ignores_end: bool
+    logit_bias: tuple[tuple[int, float], ...]
 
     def sampling(self, options: Any, seed: int) -> Sampling:
         """With what the library makes of the body, and a seed for where none was given.
@@ -36,7 +39,14 @@ class Choice:
             top_p=options.top_p if self.top_p is None else self.top_p,
             seed=seed if self.seed is None else self.seed,
             top_logprobs=self.top_logprobs,
+            logit_bias=self.logit_bias,
         )
+
+    def check_tokens(self, num_known: int) -> None:
+        """Raise Refusal if it names a token that is none of so many."""
+        last = max((token for token, _ in self.logit_bias), default=-1)
+        if last >= num_known:
+            raise Refusal(Code.BAD_REQUEST, f"logit_bias: there is no token {last}", "logit_bias")
 
     def least(self, max_tokens: int) -> int:
         """How many tokens there have to be, of `max_tokens` at most. Raises Refusal."""
@@ -63,6 +73,7 @@ def take_choice(protocol: Protocol, body: dict[str, Any]) -> tuple[Choice, list[
         top_logprobs=_top_logprobs(protocol, body, wants_logprobs),
         min_tokens=min_tokens,
         ignores_end=boolean(body.pop("ignore_eos", False), "ignore_eos"),
+        logit_bias=_biases(body.pop("logit_bias", {})),
     )
     return choice, [] if include in ([], [_LOGPROBS]) else ["include"]
 
@@ -88,6 +99,19 @@ def _top_logprobs(protocol: Protocol, body: dict[str, Any], are_included: bool) 
         body.pop("top_logprobs", None)  # the library would not have it
         return -1
     return int(num_top)
+
+
+def _biases(value: Any) -> tuple[tuple[int, float], ...]:
+    if not isinstance(value, dict) or len(value) > _MAX_BIASES:
+        message = f"logit_bias must be an object, of at most {_MAX_BIASES} tokens"
+        raise Refusal(Code.BAD_REQUEST, message, "logit_bias")
+    for token, bias in value.items():
+        if not (token.isascii() and token.isdigit() and len(token) < 10):
+            raise Refusal(Code.BAD_REQUEST, f"logit_bias: {token[:32]!r} is no token id", "logit_bias")
+        if not isinstance(bias, int | float) or isinstance(bias, bool) or not -_MAX_BIAS <= bias <= _MAX_BIAS:
+            message = f"logit_bias: that of {token} must be a number, {-_MAX_BIAS} to {_MAX_BIAS}"
+            raise Refusal(Code.BAD_REQUEST, message, "logit_bias")
+    return tuple(sorted({int(token): float(bias) for token, bias in value.items()}.items()))
 
 
 def _is_whole(value: Any) -> bool:

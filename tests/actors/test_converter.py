@@ -124,6 +124,14 @@ def test_sampling(converter: Converter) -> None:
     assert prepare(converter, MESSAGES, temperature=0.5).sampling.temperature == 0.5
 
 
+def test_tokens_are_biased_by_their_ids(converter: Converter) -> None:
+    biased = prepare(converter, CHAT, logit_bias={"1023": -100, "7": 2.5}).sampling
+    assert biased.logit_bias == ((7, 2.5), (1023, -100.0))
+    assert prepare(converter, CHAT, logit_bias={}).sampling == prepare(converter, CHAT).sampling
+    unknown = refused(converter, CHAT, json.dumps(body(CHAT, logit_bias={"99999": 1})).encode())
+    assert (unknown.code, unknown.field) == (Code.BAD_REQUEST, "logit_bias")
+
+
 @pytest.mark.parametrize("protocol", GENERATING)
 def test_the_least_an_answer_has(converter: Converter, protocol: Protocol) -> None:
     most = "max_output_tokens" if protocol is RESPONSES else "max_tokens"

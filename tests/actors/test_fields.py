@@ -289,6 +289,12 @@ def test_what_else_is_to_be_included_is_ignored() -> None:
         (chat, {"min_tokens": -1}, "min_tokens"),
         (responses, {"min_tokens": 1.0}, "min_tokens"),
         (messages, {"ignore_eos": 1}, "ignore_eos"),
+        (chat, {"logit_bias": [7]}, "logit_bias"),
+        (chat, {"logit_bias": {"seven": 1}}, "logit_bias"),
+        (chat, {"logit_bias": {"-7": 1}}, "logit_bias"),
+        (chat, {"logit_bias": {"7": 100.5}}, "logit_bias"),
+        (chat, {"logit_bias": {"7": True}}, "logit_bias"),
+        (chat, {"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
     ],
 )
 def test_sampling_out_of_range(make: Callable[..., Normal], fields: dict[str, Any], name: str) -> None:
