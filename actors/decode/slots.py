@@ -56,7 +56,7 @@ class Generation:
     def sampling(self) -> Sampling:
         """What the engine is told."""
         asked, first_end = self.offer.sampling, self.offer.num_tokens + self.offer.limits.min_tokens
-        return Sampling(asked.temperature, asked.top_p, asked.seed, first_end, asked.top_logprobs)
+        return Sampling(asked.temperature, asked.top_p, asked.seed, first_end, asked.top_logprobs, asked.logit_bias)
 
     def num_wanted(self, max_tokens: int) -> int:
         """Tokens to set room aside for: the prompt and the longest output, or all that the engine takes of one."""
