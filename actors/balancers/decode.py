@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from actors.balancers.choice import Full
 from actors.balancers.ledger import Replica
 from actors.balancers.turns import Turns
-from actors.rules.load import PRIOR_OUTPUT, DecodeLoad, expected_output, promised_tokens
+from actors.rules.load import PRIOR_OUTPUT, DecodeLoad, expected_output, promised_room, promised_tokens
 from actors.rules.owner import choose
 from schemas.routing import Route
 
@@ -18,7 +18,8 @@ class RoomiestInTurn:
     expected end; among equals the least output still to come, then by a hash of replica and request, so that several
     balancers do not fill the same one first.
 
-    A replica that has not room for all it has promised and the whole of this request is no choice: it would refuse.
+    A replica that has not room for all that is expected of those it has and of this request is no choice: it would
+    refuse. What is expected is its own to say (`promised_room`).
     Room is for those that asked in vain, in their `Turns`: others get only what those before them cannot use. When the
     first fits nowhere, the roomiest replica that can ever hold it takes nobody else until it fits.
     """
@@ -58,10 +59,12 @@ class _Room:
         return cls(replica, load, num_slots, report.capacity_tokens - load.reserved_tokens - coming)
 
     def has(self, route: Route) -> bool:
-        return not self.is_kept and self.num_slots > 0 and _needs(route, self.load) <= self.num_tokens
+        if self.is_kept or self.num_slots < 1 or not self.can_ever_hold(route):
+            return False
+        return _needs(route, self.load) <= self.num_tokens
 
     def can_ever_hold(self, route: Route) -> bool:
-        return _needs(route, self.load) <= self.replica.report.capacity_tokens
+        return _whole(route, self.load) <= self.replica.report.capacity_tokens
 
     def share(self, route: Route, mean_output: float) -> tuple[float, float]:
         """With `route` there: the worst of slots and tokens when all have grown, and the output still to come."""
@@ -81,6 +84,14 @@ def _longest(rooms: Sequence[_Room]) -> float:
 
 
 def _needs(route: Route, load: DecodeLoad) -> int:
+    """Room that decode counts for it."""
+    most = route.num_cached + route.num_new
+    num_left = max((min(most, int(load.max_tokens)) if load.max_tokens else most) - route.num_cached, 0)
+    return promised_room(route.num_cached, num_left, load.mean_output, is_whole=route.is_whole)
+
+
+def _whole(route: Route, load: DecodeLoad) -> int:
+    """Room that it takes at its longest."""
     return promised_tokens(route.num_cached + route.num_new, load.max_tokens)
 
 
@@ -115,7 +126,7 @@ def _roomiest(open_ones: Sequence[_Room], rooms: Sequence[_Room], route: Route) 
 def _why_not(rooms: Sequence[_Room], route: Route, num_before: int) -> str:
     if not any(room.can_ever_hold(route) for room in rooms):
         most = max(room.replica.report.capacity_tokens for room in rooms)
-        wanted = min(_needs(route, room.load) for room in rooms)
+        wanted = min(_whole(route, room.load) for room in rooms)
         return f"the request needs room for {wanted} tokens, the largest decode replica has {most} in all"
     if num_before:
         return f"decode is full, and {num_before} requests are before this one"

@@ -13,6 +13,7 @@ from opentelemetry import trace
 from opentelemetry.trace import Span
 
 from actors.decode.blocks import Filling
+from actors.decode.pressure import relieve
 from actors.decode.slots import Generation, Slots
 from actors.rules.outbox import Outbox
 from actors.rules.ring import Ring
@@ -20,24 +21,23 @@ from actors.rules.spans import end_span
 from bus.actor import Actor, Envelope, Handler
 from bus.bulk import Bulk
 from bus.bus import Bus, BusError
+from bus.claiming import claim, output_before
 from bus.courier import Courier
 from bus.keeper import Keeper
 from bus.ranks import GroupOf, Ranks
 from bus.snapshots import POOL_BYTES
-from bus.subjects import CANCEL_DECODE, CLAIM, HAND_OVER, RELEASE_DECODE, RESEND_DECODE, TOKENS, Address, Subject
+from bus.subjects import CANCEL_DECODE, HAND_OVER, RELEASE_DECODE, RESEND_DECODE, TOKENS, Address, Subject
 from kernels.engine import Admission, Engine, StateError
 from schemas.failure import Code, Failure
-from schemas.handover import Claim, ClaimRefused, HandedOver, HandOver, Refused
+from schemas.handover import ClaimRefused, HandedOver, HandOver, Refused
 from schemas.message import Role
-from schemas.request import Cancel, CancelAcknowledged, Cancelled, Failed, Resend, TokensEmitted
+from schemas.request import Cancel, CancelAcknowledged, Cancelled, Failed, Preempted, Resend, TokensEmitted
 from schemas.routing import LoadReported, Release
 
 log = logging.getLogger("shoal.decode")
 tracer = trace.get_tracer("shoal")
 
 PULL_S = 30.0
-CLAIM_S = 5.0
-CLAIM_ATTEMPTS = 3
 PAUSE_S = 0.5
 """How long to wait at most for one of the entrypoints when all are behind."""
 
@@ -73,7 +73,7 @@ class Decode(Actor):
         self._courier = Courier(bus, TOKENS, self._outbox, self.wake, self._abandon)
         self.keeper = Keeper(bus, bulk, f"{self.role}/{id}", Ring, self.spawn, snapshot_bytes)
         self._spans: dict[str, Span] = {}
-        self._in_engine: set[str] = set()
+        self._num_preempted = self._num_waiting = 0
         self._num_rows = self._num_new = 0  # requests in all steps, and the tokens they got
         self._has_work = asyncio.Event()
         self._ranks = Ranks(bus, self.role, id, group, self.spawn, self._on_called)
@@ -107,6 +107,7 @@ class Decode(Actor):
         info = self._engine.info
         detail = {**self.keeper.detail(), "snapshots": float(len(self.keeper.snapshots))}
         detail |= self.slots.load().detail()
+        detail |= {"preempted": float(self._num_preempted), "waiting_for_room": float(self._num_waiting)}
         if self._num_rows:
             detail["accepted_length"] = round(self._num_new / self._num_rows, 2)
         return structs.replace(
@@ -157,23 +158,18 @@ class Decode(Actor):
     async def _pull_and_claim(self, generation: Generation) -> Refused | None:
         offer = generation.offer
         state = await self._bulk.pull(offer.state, timeout_s=PULL_S)
+        if offer.num_output and offer.sampling.grammar:
+            generation.before = await output_before(self.bus, offer)
         restored: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._arrivals.append((generation, state, restored))
         self._has_work.set()
         if why_not := await restored:
             return Refused(reason=why_not)
-        claim = Claim(request_id=offer.request_id, from_epoch=offer.epoch, replica=self.id)
-        for attempt in range(1, CLAIM_ATTEMPTS + 1):
-            try:
-                answer = await self.bus.ask(CLAIM.at(offer.entrypoint), claim, timeout_s=CLAIM_S)
-                break
-            except BusError as error:
-                if error.code is not Code.DEADLINE_EXCEEDED or attempt == CLAIM_ATTEMPTS:
-                    raise
+        answer = await claim(self.bus, offer, self.id)
         if isinstance(answer, ClaimRefused):
             return Refused(reason=answer.reason, is_final=True)
         generation.epoch = answer.epoch
-        self._has_work.set()
+        self._on_called()
         return None
 
     async def _restore_arrivals(self) -> None:
@@ -182,11 +178,11 @@ class Decode(Actor):
             if generation.end is not None:
                 restored.set_result("the request was cancelled")
                 continue
-            num_tokens = generation.num_wanted(self._engine.info.max_tokens)
+            num_tokens = generation.num_reserved
             if self._engine.admit(generation.id, num_tokens, generation.sampling) is not Admission.OK:
                 restored.set_result(f"decode {self.id} has no room for {num_tokens} tokens")
                 continue
-            self._in_engine.add(generation.id)
+            generation.is_in_engine = True
             try:
                 await self._engine.restore(generation.id, state)
                 restored.set_result("")
@@ -205,17 +201,17 @@ class Decode(Actor):
 
     async def _let_go(self, generation: Generation) -> None:
         """Free what an ended request holds here. Only between steps."""
-        if generation.id in self._in_engine:
+        if generation.is_in_engine:
             if generation.filling is not None:
                 filling = generation.filling
                 await self.keeper.keep_windows(self._engine, generation.id, filling, filling.windows())
-            self._in_engine.discard(generation.id)
+            generation.is_in_engine = False
             self._engine.free(generation.id)
         self.keeper.forget(generation.id)
         self.slots.leave(generation, self.now_s())
         self._has_changed.set()
         if (span := self._spans.pop(generation.id, None)) is not None:
-            end_span(span, len(generation.tokens), generation.end)
+            end_span(span, generation.num_output, generation.end)
         release = Release(reservation=generation.offer.reservation)
         await self.bus.tell(RELEASE_DECODE.at(generation.offer.balancer), release)
 
@@ -228,9 +224,10 @@ class Decode(Actor):
             for generation in self.slots:
                 if generation.end is not None:
                     await self._let_go(generation)
+            waiting = await self._make_room()
             await self._restore_arrivals()
             running = self.slots.running()
-            batch = [g for g in running if not self._outbox.is_backlogged(g.offer.entrypoint)]
+            batch = [g for g in running if not self._outbox.is_backlogged(g.offer.entrypoint) and g not in waiting]
             if batch or self._ranks.is_called():
                 await self._step(batch)
             elif running:
@@ -240,6 +237,35 @@ class Decode(Actor):
             elif not self._arrivals and all(g.end is None for g in self.slots):
                 self._has_work.clear()
             self.wake()  # the mailbox loop is the only sender: two would mix up the order
+
+    async def _make_room(self) -> list[Generation]:
+        """Room for the next step of those that run (`pressure.py`). Those that have to wait for theirs."""
+        info = self._engine.info
+        relief = relieve(list(self.slots), self.slots.num_free_blocks, info.max_tokens)
+        self._num_waiting = len(relief.waiting)
+        for generation in relief.turned_away:
+            generation.end = Cancelled()
+        for generation in relief.preempted:
+            generation.end = Preempted()
+            log.warning(
+                "decode %s: no room is left, and %s makes way, the youngest of %d, with %d tokens of output",
+                self.id,
+                generation.id,
+                len(self.slots.running()) + 1,
+                generation.num_output,
+            )
+        for generation, num_tokens in relief.grown:
+            generation.num_reserved = num_tokens  # before anything can come in between
+        for generation in relief.turned_away + relief.preempted:
+            await self._let_go(generation)
+        for generation in relief.preempted:  # when its windows are kept, so that they are found
+            self._num_preempted += 1
+            first, epoch = generation.num_output, generation.epoch
+            self._outbox.add(generation.offer.entrypoint, generation.id, epoch, first, [], generation.end)
+        for generation, num_tokens in relief.grown:
+            if not self._engine.grow(generation.id, num_tokens):
+                raise RuntimeError(f"decode {self.id} counts more room than its engine has")
+        return relief.waiting
 
     def _on_called(self) -> None:
         self._has_work.set()
@@ -261,7 +287,7 @@ class Decode(Actor):
             if not tokens:
                 self._fail([generation])
                 continue
-            first = len(generation.tokens)
+            first = generation.num_output
             emitted = generation.advance(tokens, info.eos_token, info.max_tokens)
             logprobs = None
             if generation.logprobs is not None:
@@ -297,7 +323,7 @@ class Decode(Actor):
             generation.filling = None
             if generation.end is None:
                 generation.end = Failed(failure=Failure(code=Code.INTERNAL, message=why))
-                first, epoch = len(generation.tokens), generation.epoch
+                first, epoch = generation.num_output, generation.epoch
                 self._outbox.add(generation.offer.entrypoint, generation.id, epoch, first, [], generation.end)
 
     # Small things

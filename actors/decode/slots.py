@@ -8,17 +8,18 @@ from dataclasses import dataclass, field
 from actors.decode.blocks import Filling
 from actors.decode.outputs import OutputLength
 from actors.rules.emission import Held, resend_answer
-from actors.rules.load import DecodeLoad, expected_output, promised_tokens
+from actors.rules.load import STEP_TOKENS, DecodeLoad, expected_output, promised_room, promised_tokens
 from actors.rules.logprobs import KeptLogprobs, message_of
 from kernels.constraint import Logprobs
-from kernels.engine import Sampling
+from kernels.engine import BLOCK_TOKENS, Sampling
 from schemas.handover import HandOver
 from schemas.request import (
     Cancelled,
-    End,
     Failed,
     Finished,
     FinishReason,
+    LastWord,
+    Preempted,
     Resend,
     TokenLogprobs,
     TokensEmitted,
@@ -32,8 +33,10 @@ RETENTION_S = 30.0
 class Generation:
     """One request here. `epoch` is 0 until the entrypoint has confirmed the claim.
 
-    `num_computed` of its tokens are in the engine's caches: all but the one sampled last. `filling` is None when
-    nothing is to be stored of it. `logprobs` is None when it did not ask.
+    `tokens` are those of its output that were made here, behind the offer's; `num_computed` of them are in the engine's
+    caches: all but the one sampled last. `num_reserved`: tokens of room it has, or will have when it is in the engine.
+    `before`: its output before it came here, if it has a grammar, which has to know. `filling` is None when nothing is
+    to be stored of it, `logprobs` when it did not ask.
     """
 
     offer: HandOver
@@ -41,8 +44,11 @@ class Generation:
     tokens: list[int] = field(default_factory=list)
     logprobs: KeptLogprobs | None = None
     num_computed: int = 0
+    num_reserved: int = 0
+    is_in_engine: bool = False
+    before: list[int] = field(default_factory=list)
     filling: Filling | None = None
-    end: End | None = None
+    end: LastWord | None = None
     ended_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -55,19 +61,39 @@ class Generation:
     @property
     def sampling(self) -> Sampling:
         """What the engine is told."""
-        asked, first_end = self.offer.sampling, self.offer.num_tokens + self.offer.limits.min_tokens
+        asked, first_end = self.offer.sampling, self.num_prompt_tokens + self.offer.limits.min_tokens
         return Sampling(asked.temperature, asked.top_p, asked.seed, first_end, asked.top_logprobs, asked.logit_bias)
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of the prompt as its client gave it."""
+        return self.offer.num_tokens - self.offer.num_output
+
+    @property
+    def num_tokens(self) -> int:
+        """Of its prompt and its output so far."""
+        return self.offer.num_tokens + len(self.tokens)
+
+    @property
+    def num_output(self) -> int:
+        """Tokens of its output so far, with those from before it came here: the index of the next one."""
+        return self.offer.num_output + len(self.tokens)
+
     def num_wanted(self, max_tokens: int) -> int:
-        """Tokens to set room aside for: the prompt and the longest output, or all that the engine takes of one."""
-        return min(self.offer.num_tokens + self.offer.limits.max_tokens, max_tokens)
+        """Tokens that it can come to have: the prompt and the longest output, or all that the engine takes of one."""
+        return min(self.num_prompt_tokens + self.offer.limits.max_tokens, max_tokens)
+
+    def num_at_first(self, max_tokens: int) -> int:
+        """Tokens of room that it begins with: for its next step; for all if it is never to make way."""
+        wanted = self.num_wanted(max_tokens)
+        return wanted if self.offer.is_protected else min(promised_tokens(self.num_tokens + STEP_TOKENS), wanted)
 
     def advance(self, new: Sequence[int], eos_token: int, max_tokens: int) -> list[int]:
         """Take one step's tokens. Those to emit: none from the end-of-sequence token on, none beyond a limit.
 
         `max_tokens` is the engine's for prompt plus output; `limits.max_tokens` the request's own for its output.
         """
-        room = min(self.offer.limits.max_tokens, max_tokens - self.offer.num_tokens) - len(self.tokens)
+        room = min(self.offer.limits.max_tokens - self.num_output, max_tokens - self.num_tokens)
         emitted: list[int] = []
         for token in new:
             if token == eos_token:
@@ -85,15 +111,16 @@ class Generation:
         """What the engine said of the tokens of a step, as far as they were emitted: to be sent with them."""
         assert self.logprobs is not None  # the engine raises otherwise
         logprobs = message_of(found[:num_emitted])
-        self.logprobs.add(len(self.tokens) - num_emitted, logprobs)
+        self.logprobs.add(self.num_output - num_emitted, logprobs)
         return logprobs
 
 
 class Slots:
     """Arriving and running requests of one replica, and those that ended lately. Times are seconds.
 
-    Room is set aside when a request arrives, before its state is pulled, for its whole output: so a request that is
-    here never has to make way for another one's growth. `max_tokens` is the longest prompt plus output.
+    Room is counted when a request arrives, before its state is pulled: as far as outputs are expected to go
+    (`promised_room`). What is reserved in the engine is less, and grows with it (`pressure.py`). `max_tokens` is the
+    longest prompt plus output.
     """
 
     def __init__(self, num_slots: int, capacity_tokens: int, max_tokens: int) -> None:
@@ -115,7 +142,9 @@ class Slots:
         if len(self._here) >= self.num_slots or offer.request_id in self._here:
             return None
         generation = Generation(offer)
-        if self.reserved_tokens + self._promised(generation) > self.capacity_tokens:
+        generation.num_reserved = generation.num_at_first(self.max_tokens)
+        whole = promised_tokens(generation.num_wanted(self.max_tokens))
+        if max(whole, self.promised_tokens + self._promised(generation)) > self.capacity_tokens:
             return None
         self._here[generation.id] = generation
         return generation
@@ -143,8 +172,8 @@ class Slots:
             return
         del self._here[generation.id]
         if generation.epoch > 0:
-            if not isinstance(generation.end, Failed):
-                self.outputs.add(len(generation.tokens))
+            if not isinstance(generation.end, Failed | Preempted):
+                self.outputs.add(generation.num_output)
             generation.ended_s = now_s
             self._ended.pop(generation.id, None)
             self._ended[generation.id] = generation
@@ -158,29 +187,38 @@ class Slots:
             generation = self._here.get(request_id) or self._ended.get(request_id)
             if generation is None:
                 return None
-            return Held(generation.epoch, generation.tokens, generation.end, generation.logprobs)
+            start = generation.offer.num_output
+            return Held(generation.epoch, generation.tokens, generation.end, generation.logprobs, start)
 
         return resend_answer(source, resend, find)
 
     @property
     def num_tokens(self) -> int:
         """Tokens held now."""
-        return sum(g.offer.num_tokens + len(g.tokens) for g in self._here.values())
+        return sum(g.num_tokens for g in self._here.values())
 
     @property
-    def reserved_tokens(self) -> int:
-        """Room set aside, as the engine counts it: for what is in it, and for what is about to be."""
+    def num_free_blocks(self) -> int:
+        """Blocks reserved for nobody, as the engine counts them: what is about to be in it has its own, too."""
+        num_reserved = sum(promised_tokens(g.num_reserved) for g in self._here.values())
+        return (self.capacity_tokens - num_reserved) // BLOCK_TOKENS
+
+    @property
+    def promised_tokens(self) -> int:
+        """Room counted for all that are here (`promised_room`)."""
         return sum(map(self._promised, self._here.values()))
 
     def load(self) -> DecodeLoad:
         """What balancers are told."""
         mean = self.outputs.mean
         to_come = sum(
-            expected_output(mean, max(g.num_wanted(self.max_tokens) - g.offer.num_tokens - len(g.tokens), 0))
+            expected_output(mean, max(g.num_wanted(self.max_tokens) - g.num_tokens, 0))
             for g in self._here.values()
             if g.end is None
         )
-        return DecodeLoad(self.reserved_tokens, mean, self.max_tokens, self.num_tokens + to_come)
+        return DecodeLoad(self.promised_tokens, mean, self.max_tokens, self.num_tokens + to_come)
 
     def _promised(self, generation: Generation) -> int:
-        return promised_tokens(generation.num_wanted(self.max_tokens))
+        num_tokens, is_whole = generation.num_tokens, generation.offer.is_protected
+        num_left, reserved = max(generation.num_wanted(self.max_tokens) - num_tokens, 0), generation.num_reserved
+        return promised_room(num_tokens, num_left, self.outputs.mean, is_whole=is_whole, num_reserved=reserved)

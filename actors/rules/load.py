@@ -5,6 +5,7 @@ A number that cannot be one of its kind is taken for not said: one replica's non
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 
@@ -48,8 +49,8 @@ class PrefillLoad:
 
 @dataclass(frozen=True, slots=True)
 class DecodeLoad:
-    """Of a decode replica: tokens it has promised room for, prompts and whole outputs, in whole blocks
-    (`promised_tokens`); how long outputs usually are there, 0 when it does not know; the longest prompt plus output it
+    """Of a decode replica: tokens it counts room for, prompts and what outputs are expected to be (`promised_room`);
+    how long outputs usually are there, 0 when it does not know; the longest prompt plus output it
     takes, 0 for any; and how many tokens it expects to hold when all that it has now are at their end.
     """
 
@@ -80,8 +81,29 @@ def expected_output(mean_output: float, num_left: int) -> float:
     return min(mean_output or PRIOR_OUTPUT, num_left)
 
 
+STEP_TOKENS = 8
+"""Room for the next step of a request: the token that is fed, and drafts behind it."""
+
+
+def promised_room(
+    num_tokens: int, num_left: int, mean_output: float, *, is_whole: bool = False, num_reserved: int = 0
+) -> int:
+    """Tokens of room, in whole blocks, that decode counts for a request of `num_tokens` which may have `num_left` more,
+    when it asks itself whether another one may come.
+
+    As far as its output is expected to go, but for a block behind what is reserved for it at least: so none comes that
+    takes the room of the others' next steps. `is_whole`: all of it is reserved from the start.
+    """
+    whole = promised_tokens(num_tokens + num_left)
+    if is_whole:
+        return whole
+    expected = promised_tokens(num_tokens + math.ceil(expected_output(mean_output, num_left)))
+    reserved = max(promised_tokens(num_reserved), promised_tokens(num_tokens + STEP_TOKENS))
+    return min(max(expected, reserved + BLOCK_TOKENS), whole)
+
+
 def promised_tokens(num_tokens: int, max_tokens: float = 0.0) -> int:
-    """Tokens of room that an engine sets aside for a prompt and its whole output: whole blocks. `max_tokens` is the
+    """Tokens of room that an engine sets aside for so many: whole blocks. `max_tokens` is the
     engine's longest request, 0 for any."""
     longest = min(num_tokens, int(max_tokens)) if max_tokens else num_tokens
     return -(-longest // BLOCK_TOKENS) * BLOCK_TOKENS

@@ -25,8 +25,8 @@ from tests.actors.builders import hand_over, report
 CAPACITY = 8192
 
 
-def route(id: str, prompt: int, output: int, tenant: str = "") -> Route:
-    return Route(request_id=id, num_cached=prompt, num_new=output, tenant=tenant)
+def route(id: str, prompt: int, output: int, tenant: str = "", *, is_whole: bool = True) -> Route:
+    return Route(request_id=id, num_cached=prompt, num_new=output, tenant=tenant, is_whole=is_whole)
 
 
 class Rank:
@@ -97,8 +97,12 @@ class Balancer:
                 return ""
             reservation = next(self.next_id)
             self.ledger.reserve(reservation, chosen, wanted, self.now_s)
-            offer = hand_over(wanted.request_id, wanted.num_cached, wanted.num_new)
-            if self.ranks[chosen.id].slots.arrive(structs.replace(offer, reservation=reservation)) is not None:
+            offer = structs.replace(
+                hand_over(wanted.request_id, wanted.num_cached, wanted.num_new),
+                reservation=reservation,
+                is_protected=wanted.is_whole,
+            )
+            if self.ranks[chosen.id].slots.arrive(offer) is not None:
                 return chosen.id
             self.num_refused += 1
             self.ledger.release(reservation, self.now_s)
@@ -137,6 +141,22 @@ class TestChoice:
         with pytest.raises(Full, match="all 2 decode replicas are full"):
             balancer.choose(route("r", 1, 1000))
 
+    def test_who_may_grow_comes_where_there_is_room_for_what_is_expected_and_a_block_for_each(self) -> None:
+        rank = Rank("d0", capacity=2048)
+        balancer = Balancer([rank])
+        for _ in range(10):
+            rank.slots.outputs.add(10)
+        balancer.hear(rank)
+        ids = [f"r{i}" for i in range(9)]  # a block for the prompt, one to grow into
+        assert [bool(balancer.place(route(id, 100, 1000, is_whole=False))) for id in ids] == [*[True] * 8, False]
+        for _ in range(200):
+            rank.slots.outputs.add(500)
+        balancer = Balancer([Rank("d1", capacity=2048)])
+        balancer.ranks["d1"].slots.outputs.mean = rank.slots.outputs.mean
+        balancer.hear(*balancer.ranks.values())
+        assert [bool(balancer.place(route(id, 100, 1000, is_whole=False))) for id in ids[:4]] == [*[True] * 3, False]
+        assert balancer.num_refused == 0
+
     def test_what_is_on_its_way_is_promised_in_whole_blocks_and_no_longer_than_the_engines_limit(self) -> None:
         rank = Rank("d0", capacity=1024)
         balancer = Balancer([rank])
@@ -155,6 +175,9 @@ class TestChoice:
             with pytest.raises(Full, match="needs room for 2048 tokens, the largest decode replica has 1024"):
                 balancer.choose(route(f"r{number}", 2000, 1))
         assert balancer.choose(route("s", 900, 1)) == "d0"
+        with pytest.raises(Full, match="needs room for 1536 tokens"):
+            balancer.choose(route("grows", 500, 1000, is_whole=False))
+        assert rank.slots.arrive(hand_over("grows", 500, 1000)) is None
 
     def test_equals_are_told_apart_by_the_output_to_come_then_by_chance(self) -> None:
         ranks = [Rank(f"d{i}", num_slots=2) for i in range(4)]
@@ -337,12 +360,12 @@ def test_a_replica_reports_what_it_promised_and_expects() -> None:
     slots.outputs.add(50)
     for id, prompt, output in (("a", 100, 300), ("b", 10, 5), ("c", 900, 500)):
         assert slots.arrive(hand_over(id, prompt, output)) is not None
-    assert slots.load() == DecodeLoad(512 + 128 + 1024, 50.0, 1000.0, (100 + 50) + (10 + 5) + (900 + 50))
+    assert slots.load() == DecodeLoad(256 + 128 + 1024, 50.0, 1000.0, (100 + 50) + (10 + 5) + (900 + 50))
     *_, last = slots
     last.end = Cancelled()
-    assert slots.load().reserved_tokens == 512 + 128 + 1024  # until it has left
+    assert slots.load().reserved_tokens == 256 + 128 + 1024  # until it has left
     slots.leave(last, 0.0)
-    assert slots.load().reserved_tokens == 512 + 128
+    assert slots.load().reserved_tokens == 256 + 128
 
 
 # From tens to thousands: skewed by a factor of 100 and more.
@@ -387,7 +410,7 @@ def test_no_replica_promises_more_than_it_has_and_every_request_has_one_owner(
     for i, (kind, first, second) in enumerate(events):
         match kind:
             case "arrive":
-                waiting[f"r{i}"] = route(f"r{i}", first, second)
+                waiting[f"r{i}"] = route(f"r{i}", first, second, is_whole=first > second)
             case "end":
                 for generation in list(ranks[first].slots)[second : second + 1]:
                     ranks[first].end(generation)
@@ -403,7 +426,7 @@ def test_no_replica_promises_more_than_it_has_and_every_request_has_one_owner(
                 placed[id] = at
                 del waiting[id]
         for rank in ranks:
-            assert rank.slots.reserved_tokens <= CAPACITY and len(rank.slots) <= 16
+            assert rank.slots.promised_tokens <= CAPACITY and len(rank.slots) <= 16
     owners = Counter(generation.id for rank in ranks for generation in rank.slots)
     assert owners == Counter(placed.keys())
     if num_balancers == 1:

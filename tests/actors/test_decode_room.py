@@ -11,6 +11,7 @@ import pytest
 
 from actors.balancers.actor import DecodeBalancer
 from actors.decode.actor import REPORT_S, Decode
+from actors.entrypoint.request import MAX_PREEMPTIONS
 from bus.bus import Delivery, decoder
 from bus.memory import MemoryWire
 from bus.place import PAUSE_S
@@ -72,22 +73,23 @@ async def finish_in_order(system: Core, sizes: list[tuple[str, int]]) -> None:
     assert await quiet(system) == {}
 
 
-def test_three_times_too_much_all_ends_in_order_and_nothing_is_taken_back() -> None:
+def test_four_times_too_much_all_ends_in_order_and_nothing_is_taken_back() -> None:
+    """Outputs are no longer than expected: nobody has to make way."""
     broker = Watching()
 
     async def main() -> None:
         async with core(0, 0, SLOW, broker) as system:
             for id in ("p0", "p1"):
                 await system.with_prefill(id, SLOW, num_slots=16)
-            await system.with_decode("d0", SLOW, num_slots=16, capacity_tokens=4096)
-            await finish_in_order(system, [(f"r{i}", 850) for i in range(12)])
+            await system.with_decode("d0", SLOW, num_slots=16, capacity_tokens=1152)
+            await finish_in_order(system, [(f"r{i}", 250) for i in range(12)])
 
     run_virtual(main())
     assert sorted(broker.claims) == sorted((f"r{i}", "d0") for i in range(12))  # each one once
     times = [broker.claimed_s[f"r{i}"] for i in range(12)]
     late = [earlier - later for earlier, later in zip(times, times[1:], strict=False)]
     assert max(late) <= PAUSE_S  # who has room, too, may ask first
-    assert times[-1] - times[0] > 5
+    assert times[-1] - times[0] > 3
     assert broker.counts["decode handover"] == 12
 
 
@@ -144,7 +146,7 @@ def test_a_full_rank_gets_nothing_and_delays_nobody() -> None:
     async def main() -> None:
         async with core(1, 0, SLOW, broker) as system:
             await system.with_decode("d0", SLOW, num_slots=16, capacity_tokens=1024)
-            await system.send(submit("long", num_tokens=100, max_tokens=880))
+            await system.send(submit("long", num_tokens=800, max_tokens=180))
             await until(lambda: len(broker.claims) == 1)
             await system.with_decode("d1", SLOW, num_slots=4, capacity_tokens=4096)  # by shares the fuller one, soon
             await finish_in_order(system, [(f"r{i}", 10) for i in range(8)])
@@ -155,7 +157,7 @@ def test_a_full_rank_gets_nothing_and_delays_nobody() -> None:
     assert broker.counts["decode handover"] == 9
 
 
-def test_lengths_skewed_by_a_hundred_drive_no_rank_over() -> None:
+def test_lengths_skewed_by_a_hundred_make_few_give_way() -> None:
     broker, chance = Watching(), random.Random(5)
 
     async def main() -> None:
@@ -165,8 +167,9 @@ def test_lengths_skewed_by_a_hundred_drive_no_rank_over() -> None:
             await finish_in_order(system, [(f"r{i}", chance.choice((8, 30, 800))) for i in range(40)])
 
     run_virtual(main())
-    assert sorted(id for id, _ in broker.claims) == sorted(f"r{i}" for i in range(40))
-    assert broker.counts["decode handover"] == 40
+    claims = Counter(id for id, _ in broker.claims)
+    assert claims.keys() == {f"r{i}" for i in range(40)} and max(claims.values()) <= 1 + MAX_PREEMPTIONS
+    assert 40 < claims.total() < 50 and broker.counts["decode handover"] == claims.total()
 
 
 @pytest.mark.parametrize("is_cancelled", [True, False])
