@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import NamedTuple
 
 from bus.bulk import Bulk
@@ -11,8 +12,8 @@ from schemas.api import StreamBatch
 from schemas.bulk import Handle
 from schemas.failure import Code
 
-MAX_BUFFERED_BYTES = 4 * 1024 * 1024
-"""What one stream may hold for a consumer that does not come for it."""
+MAX_BUFFERED_BYTES = 2 * 1024 * 1024
+"""What one stream may hold for a consumer that does not come for it. The longest answer ends in a burst of half that."""
 
 PULL_TIMEOUT_S = 10.0
 
@@ -30,18 +31,18 @@ class Item(NamedTuple):
 class InStream:
     """The receiving end of one stream: an async iterator of lists of items, all that have come since the last.
 
-    Raises `BusError` after the items that came in order: `deadline_exceeded` for a stall, `overloaded` for a consumer
-    that lets too much pile up, `transfer_failed` for a large item that cannot be pulled.
+    Raises `BusError` after the items that came in order: `deadline_exceeded` for a stall, `transfer_failed` for a large
+    item that cannot be pulled. A consumer that lets too much pile up loses that, and gets `client_too_slow`.
     """
 
     def __init__(self, reader: StreamReader, stream_id: int, stall_s: float) -> None:
         self.stream_id = stream_id
         self.next_seq = 0
+        self.num_bytes = 0  # held for the consumer; a large item waits with its writer
         self.touched = asyncio.get_running_loop().time()
         self._reader = reader
         self._stall_s = stall_s
         self._items: list[tuple[bytes | Handle, bool, int, float]] = []
-        self._num_bytes = 0
         self._error: BusError | None = None
         self._is_ended = False
         self._waiter: asyncio.Future[None] | None = None
@@ -61,7 +62,7 @@ class InStream:
                 await self._waiter
             finally:
                 self._waiter = None
-        taken, self._items, self._num_bytes = self._items, [], 0
+        taken, self._items, self.num_bytes = self._items, [], 0
         items = []
         for body, is_last, status, retry_after_s in taken:
             if isinstance(body, Handle):
@@ -74,14 +75,18 @@ class InStream:
         if self._is_ended:
             return
         self._items.append((body, is_last, status, retry_after_s))
-        self._num_bytes += body.size_bytes if isinstance(body, Handle) else len(body)
+        self.num_bytes += 0 if isinstance(body, Handle) else len(body)
         if is_last:
             self.close()
-        elif self._num_bytes > self._reader.max_buffered_bytes and len(self._items) > 1:
+        elif self._waiter is not None:  # however much comes at once, it is not slow: it had no chance yet
+            if not self._waiter.done():
+                self._waiter.set_result(None)
+        elif self.num_bytes > self._reader.max_buffered_bytes:
+            failure = fail(Code.CLIENT_TOO_SLOW, f"the reader of this stream left {self.num_bytes} bytes waiting")
             self._items.clear()
-            self.fail(fail(Code.OVERLOADED, f"the reader of this stream left {self._num_bytes} bytes waiting"))
-        elif self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+            self.num_bytes = 0
+            self.fail(failure)
+            self._reader.on_too_slow(self)
 
     def fail(self, error: BusError) -> None:
         """End the stream with an error, after the items that are here."""
@@ -107,10 +112,20 @@ class InStream:
 
 
 class StreamReader:
-    """Sorts batches into streams. One per reading actor."""
+    """Sorts batches into streams. One per reading actor.
 
-    def __init__(self, bulk: Bulk, *, max_buffered_bytes: int = MAX_BUFFERED_BYTES) -> None:
+    `on_too_slow` hears at once when a stream ends as its consumer does not come; who reads it may be stuck for long.
+    """
+
+    def __init__(
+        self,
+        bulk: Bulk,
+        on_too_slow: Callable[[InStream], None],
+        *,
+        max_buffered_bytes: int = MAX_BUFFERED_BYTES,
+    ) -> None:
         self.bulk = bulk
+        self.on_too_slow = on_too_slow
         self.max_buffered_bytes = max_buffered_bytes
         self._streams: dict[int, InStream] = {}
 

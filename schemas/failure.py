@@ -22,6 +22,7 @@ class Code(StrEnum):
     IMAGE_UNREACHABLE = "image_unreachable"
     RATE_LIMITED = "rate_limited"
     CANCELLED = "cancelled"
+    CLIENT_TOO_SLOW = "client_too_slow"
     INTERNAL = "internal"
     TRANSFER_FAILED = "transfer_failed"
     VISION_ERROR = "vision_error"
@@ -53,6 +54,7 @@ FAILURES: dict[Code, Row] = {
     Code.IMAGE_UNREACHABLE: Row(424, True, "retry, or send the image itself; its server did not give it in time"),
     Code.RATE_LIMITED: Row(429, True, "wait for the time given in retry-after"),
     Code.CANCELLED: Row(499, False, "nothing: the client asked for it, or went away"),
+    Code.CLIENT_TOO_SLOW: Row(499, False, "read a stream as it comes, or ask for the whole answer without `stream`"),
     Code.INTERNAL: Row(500, True, "retry; if it comes back, report it with the x-request-id"),
     Code.TRANSFER_FAILED: Row(502, True, "retry: the state could not be moved to a decode replica"),
     Code.VISION_ERROR: Row(502, True, "retry: the image is good, but was lost or could not be encoded"),

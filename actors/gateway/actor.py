@@ -81,7 +81,7 @@ class Gateway(Actor):
         self._host = host
         self._keys = keys or Keys()
         self._bulk = bulk
-        self._reader = StreamReader(bulk)
+        self._reader = StreamReader(bulk, self._on_too_slow)
         self._intake = Intake()
         self._exchanges: dict[int, _Exchange] = {}
         self._stream_ids = itertools.count(1)
@@ -232,9 +232,7 @@ class Gateway(Actor):
             gone.cancel()
             stream.close()
             del self._exchanges[stream.stream_id]
-            if not exchange.is_over:
-                cancel = Cancel(request_id=request.request_id, reason=CancelReason.CLIENT_GONE)
-                self.spawn(self._cancel(exchange.recipe, cancel))
+            self._give_up(exchange, CancelReason.CLIENT_GONE)
 
     async def _stream(self, exchange: _Exchange, called: Called, send: Send) -> Reply | None:
         """Send events as they come. A request that fails before its first event gets a proper status instead."""
@@ -278,6 +276,18 @@ class Gateway(Actor):
             self._ask_after([self._exchanges[stream.stream_id] for stream in behind])
         return Taken()
 
+    def _on_too_slow(self, stream: InStream) -> None:
+        exchange = self._exchanges[stream.stream_id]
+        log.warning("request %s: its client reads too slowly, and is cancelled", exchange.request.request_id)
+        self._give_up(exchange, CancelReason.CLIENT_TOO_SLOW)
+
+    def _give_up(self, exchange: _Exchange, reason: CancelReason) -> None:
+        """Whoever works on it hears that nobody waits for it, unless it is over."""
+        if not exchange.is_over:
+            exchange.is_over = True
+            cancel = Cancel(request_id=exchange.request.request_id, reason=reason)
+            self.spawn(self._cancel(exchange.recipe, cancel))
+
     async def _cancel(self, recipe: str, cancel: Cancel) -> None:
         """Tell its recipe; all of them, if it is not known which took it."""
         try:
@@ -289,10 +299,8 @@ class Gateway(Actor):
             log.warning("cancel of %s at recipe %s: %s", cancel.request_id, recipe, error)
 
     async def _on_exited(self, exited: ProcessExited, envelope: Envelope) -> None:
-        for member in exited.members:
-            role, _, id = member.partition("/")
-            if role == Role.RECIPE:
-                self._lose(id)
+        for recipe in exited.ids(Role.RECIPE):
+            self._lose(recipe)
 
     def _lose(self, recipe: str) -> None:
         for exchange in list(self._exchanges.values()):

@@ -27,16 +27,21 @@ class BodyTooLarge(ValueError):
 REQUEST_S = 60.0
 """A request must have come whole so long after its connection or its first byte."""
 
+SEND_S = 60.0
+"""A client with 64 KiB waiting for it, over what the kernel holds, must take three quarters of them in so long."""
+
 
 class Connection(HttpToolsProtocol):
     """uvicorn's connection, but it does not wait for ever, and a body that ends too early is answered.
 
     A request that stops arriving (the client has shut its side, or takes longer than REQUEST_S) gets to the
     application as far as it came, if its headers did, which then finds it malformed; else the connection is closed.
+    A client that does not take its response for SEND_S is cut off.
     """
 
     _has_head = False
     _timer: Any = None
+    _sending: Any = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -44,7 +49,20 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
+        self._stop_sending_timer()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._sending = self.loop.call_later(SEND_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._stop_sending_timer()
+        super().resume_writing()
+
+    def _stop_sending_timer(self) -> None:
+        if self._sending is not None:
+            self._sending.cancel()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()

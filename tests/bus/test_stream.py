@@ -29,7 +29,7 @@ def batch(*items: tuple[int, int, bytes], last: tuple[int, ...] = (), **fields: 
 
 
 def make_reader(**settings: Any) -> StreamReader:
-    return StreamReader(MemoryBulk(MemoryHub()), **settings)
+    return StreamReader(MemoryBulk(MemoryHub()), settings.pop("on_too_slow", lambda _: None), **settings)
 
 
 async def read(stream: InStream) -> list[Item]:
@@ -134,14 +134,22 @@ def test_a_stall_ends_the_stream_and_items_put_it_off(run_async: Run) -> None:
 
 def test_what_piles_up_for_a_consumer_is_bounded(run_async: Run) -> None:
     async def main() -> None:
-        reader = make_reader(max_buffered_bytes=1000)
+        slow: list[InStream] = []
+        reader = make_reader(max_buffered_bytes=1000, on_too_slow=slow.append)
         stream = reader.open(1, stall_s=60)
-        for seq in range(11):
+        for seq in range(50):
             reader.feed(batch((1, seq, bytes(100))))
-        assert await read_failing(stream) == ([], Code.OVERLOADED)
+            assert stream.num_bytes <= 1000
+        assert slow == [stream]
+        assert await read_failing(stream) == ([], Code.CLIENT_TOO_SLOW)
         large = reader.open(2, stall_s=60)
         reader.feed(batch((2, 0, bytes(5000)), last=(0,)))
         assert len((await read(large))[0].body) == 5000, "a single item may be larger than the bound"
+        lively = reader.open(3, stall_s=60)
+        reading = asyncio.create_task(read(lively))
+        await asyncio.sleep(0)
+        reader.feed(batch(*((3, seq, bytes(500)) for seq in range(9)), last=(8,)))
+        assert len(await reading) == 9 and slow == [stream], "who waits for items is not slow, however many come"
 
     run_async(main())
 

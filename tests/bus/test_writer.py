@@ -62,7 +62,7 @@ async def pair() -> AsyncIterator[tuple[StreamWriter, StreamReader, list[StreamB
     batches: list[StreamBatch] = []
     receipts: set[asyncio.Task[None]] = set()
     writer = StreamWriter(buses[0], bulks[0], fates, fates.on_receipt, fates.is_gone.append)
-    reader = StreamReader(bulks[1])
+    reader = StreamReader(bulks[1], lambda _: None)
 
     def on_delivery(delivery: Delivery) -> None:
         batches.append(decoder(StreamBatch).decode(delivery.body))
