@@ -13,7 +13,7 @@ from schemas.bulk import Handle
 from schemas.failure import Code
 
 MAX_BUFFERED_BYTES = 2 * 1024 * 1024
-"""What one stream may hold for a consumer that does not come for it. The longest answer ends in a burst of half that."""
+"""What one stream may hold for a consumer that does not come for it. The longest answers end in one of half that."""
 
 PULL_TIMEOUT_S = 10.0
 
