@@ -20,26 +20,23 @@ END_BYTES = 128
 LOGPROBS_BYTES = 96
 
 
-def _size_bytes(request_id: str, num_tokens: int, end: LastWord | None, logprobs: TokenLogprobs | None) -> int:
-    """At most what an entry takes in msgpack, all its arrays counted."""
-    size = ENTRY_BYTES + 4 * len(request_id) + _token_bytes(logprobs) * num_tokens
-    if logprobs is not None:
-        size += LOGPROBS_BYTES
+def _size_bytes(request_id: str, num_tokens: int, end: LastWord | None) -> int:
+    """At most what an entry takes in msgpack, all its arrays counted, without its logprobs."""
+    size = ENTRY_BYTES + 4 * len(request_id) + TOKEN_BYTES * num_tokens
     if isinstance(end, Failed):
         size += len(end.failure.message.encode()) + len(end.failure.field.encode())
     return size if end is None else size + END_BYTES
 
 
-def _token_bytes(logprobs: TokenLogprobs | None) -> int:
-    """At most what a token takes, with what is said of it."""
-    if logprobs is None:
-        return TOKEN_BYTES
-    return TOKEN_BYTES + LOGPROB_BYTES + num_likeliest(logprobs) * (TOKEN_BYTES + LOGPROB_BYTES)
+def _logprobs_bytes(logprobs: TokenLogprobs) -> int:
+    """At most what they take."""
+    return LOGPROBS_BYTES + LOGPROB_BYTES * len(logprobs.sampled) + (TOKEN_BYTES + LOGPROB_BYTES) * len(logprobs.top)
 
 
-def _most_tokens(logprobs: TokenLogprobs | None) -> int:
-    """Of one entry: so many take half of a message at most."""
-    return min(MAX_TOKENS, MAX_BYTES // 2 // _token_bytes(logprobs))
+def _most_tokens(logprobs: TokenLogprobs) -> int:
+    """Of one entry with logprobs: so many take half of a message at most."""
+    of_one = TOKEN_BYTES + LOGPROB_BYTES + num_likeliest(logprobs) * (TOKEN_BYTES + LOGPROB_BYTES)
+    return min(MAX_TOKENS, MAX_BYTES // 2 // of_one)
 
 
 class Emission:
@@ -75,7 +72,7 @@ class Emission:
 
         `num_cached`: of its prompt, to be said with the first tokens. `logprobs`: of these tokens, if it asked.
         """
-        most = _most_tokens(logprobs)
+        most = MAX_TOKENS if logprobs is None else _most_tokens(logprobs)
         while len(tokens) > most:
             self.add(
                 request_id, epoch, first_index, tokens[:most], None, num_cached, logprobs and cut(logprobs, 0, most)
@@ -83,7 +80,9 @@ class Emission:
             num_cached = 0
             logprobs = logprobs and cut(logprobs, most, len(tokens))
             first_index, tokens = first_index + most, tokens[most:]
-        size_bytes = _size_bytes(request_id, len(tokens), end, logprobs)
+        size_bytes = _size_bytes(request_id, len(tokens), end)
+        if logprobs is not None:
+            size_bytes += _logprobs_bytes(logprobs)
         if self._num_bytes + size_bytes > MAX_BYTES:
             self._close()
         self._num_bytes += size_bytes
