@@ -32,11 +32,12 @@ app.command("run.evaluate.command:app", name="eval", help=EVAL)
 app.command("run.simulate.command:app", name="simulate", help="Compare policies of balancing on a workload.")
 bench.command("run.bench.bus:bench_bus", name="bus", help="What the bus costs, beside raw nats-py.")
 bench.command("run.bench.engine:bench_engine", name="engine", help="Tokens per second of the engine, and their cost.")
-bench.command("run.bench.decode:bench_decode", name="decode", help="Decoding with and without drafts, at several loads.")
+bench.command("run.bench.decode:bench_decode", name="decode", help="Decoding with drafts and without, by load.")
 bench.command("run.bench.ep:bench_ep", name="ep", help="Decoding with the experts spread over 1, 2 and 4 processes.")
 bench.command("run.bench.experts:bench_experts", name="experts", help="Loads, steps, answers while hot experts move.")
 bench.command("run.bench.cost:bench_cost", name="cost", help="How well the time of prefill is foretold.")
 bench.command("run.bench.turns:bench_turns", name="turns", help="What the second turn of a conversation costs.")
+bench.command("run.bench.stream:bench_stream", name="stream", help="Times of streams that come at random, by rate.")
 bench.command("run.bench.frontend:bench_frontend", name="frontend", help="Events per second through the front end.")
 bench.command("run.bench.kv:bench_kv", name="kv", help="What cached blocks cost, beside the disk and the hash alone.")
 
@@ -182,6 +183,8 @@ def main() -> None:
     except (ClusterError, SettingsError) as error:
         print(f"shoal: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:  # while a command is being imported, or by one that minds nothing else
+        sys.exit(130)
 
 
 if __name__ == "__main__":
