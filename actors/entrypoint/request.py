@@ -127,6 +127,12 @@ class Request:
         """Of these tokens, those that cached blocks can be of."""
         return bounded_tokens(self.num_tokens, len(self.tokens))
 
+    @property
+    def is_protected(self) -> bool:
+        """It is not to be preempted. Nor may one with images: vision has let go of what they were made of, and they may
+        not all be cached."""
+        return self.num_preempted >= MAX_PREEMPTIONS or bool(self.submit.images)
+
     def must_be_placed(self) -> bool:
         """It waits for a prefill replica."""
         return self.owner is None and self.end is None
@@ -221,8 +227,7 @@ class Request:
             branches=self.submit.branches,
             tenant=self.submit.tenant,
             num_output=len(self.tokens),
-            # Vision has let go of what its images were made of, and they may not all be cached.
-            is_protected=self.num_preempted >= MAX_PREEMPTIONS or bool(self.submit.images),
+            is_protected=self.is_protected,
         )
 
     def shortened(self, said: HitShortened) -> bool:

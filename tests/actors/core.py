@@ -19,7 +19,17 @@ from kernels.engine import EngineInfo
 from kernels.timed import StepCost, TimedEngine
 from run.simulator import RecordingBroker, World
 from schemas.message import Role
-from schemas.request import Cancel, CancelAcknowledged, CancelReason, End, Submit, Taken, TokenLogprobs, TokensEmitted
+from schemas.request import (
+    Cancel,
+    CancelAcknowledged,
+    CancelReason,
+    End,
+    Preempted,
+    Submit,
+    Taken,
+    TokenLogprobs,
+    TokensEmitted,
+)
 
 VOCABULARY = range(100, 1000)
 
@@ -73,7 +83,9 @@ class Listener(Actor):
             known.extend(emitted.tokens[start : start + emitted.counts[i]])
             start += emitted.counts[i]
             if i in ends:
-                self.ends[request_id] = ends[i]
+                end = ends[i]
+                assert not isinstance(end, Preempted), "clients hear nothing of that"
+                self.ends[request_id] = end
                 self.over(request_id).set()
         return Taken()
 

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
+from actors.decode import pressure
+from actors.decode.pressure import Relief
+from actors.decode.slots import Generation
 from actors.metadata.actor import Metadata
 from actors.prefill.actor import Prefill
 from actors.writer.actor import Writer
@@ -32,13 +38,13 @@ class Real(Cached):
     def open_files(self, name: str) -> Any:
         return PosixFiles(self._folder)
 
-    async def setup(self) -> None:
+    async def setup(self, *prefill: str) -> None:
         await self.add(Listener("rc0", await self.bus("recipe/rc0")))
         await self.add_balancers()
         await self.add_kvstore("k0", 1 << 26)
         await self.add_metadata("m0")
         await self.add_writer("w0", 1 << 22)
-        for name in ("p0", "p1"):
+        for name in prefill:
             await self.add_prefill(name, _engine())  # type: ignore[arg-type]
         await self.add_decode("d0", _engine())  # type: ignore[arg-type]
         await self.add_entrypoint("e0")
@@ -63,6 +69,53 @@ def _engine() -> LocalEngine:
     return LocalEngine(untrained(), num_slots=4, max_step_tokens=512)
 
 
+def preempt_at(monkeypatch: pytest.MonkeyPatch, ids: Sequence[str], num_output: int) -> None:
+    """Each of these makes way once, when it has so much output."""
+    left = set(ids)
+
+    def relieve(here: Sequence[Generation], num_free: int, max_tokens: int) -> Relief:
+        relief = pressure.relieve(here, num_free, max_tokens)
+        gone = [one for one in here if one.id in left and one.num_output >= num_output]
+        left.difference_update(one.id for one in gone)
+        grown = [pair for pair in relief.grown if pair[0] not in gone]
+        return replace(relief, preempted=gone, grown=grown)
+
+    monkeypatch.setattr("actors.decode.actor.relieve", relieve)
+
+
+def test_one_that_made_way_goes_on_as_it_would_have_or_is_known_to_be_approximate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = np.random.default_rng(4).integers(3, 1000, 300).astype("<u4").tobytes()
+
+    async def main() -> None:
+        system = Real(tmp_path)
+        try:
+            await system.setup("p0")
+
+            async def run(name: str, sampling: Sampling, **fields: Any) -> tuple[list[int], bool]:
+                made = await system.run(ask(name, tokens, max_tokens=12, sampling=sampling, **fields))
+                request = system.entrypoint.shard.get(name)
+                assert request is not None and request.num_rebuilt == (name in again)
+                return made, request.is_approximate
+
+            again = ["again", "exact again", "replay again"]
+            whole, _ = await run("whole", SEEDED, cache="other")
+            exact, _ = await run("exact", SEEDED, exact=True)
+            preempt_at(monkeypatch, again, 5)
+            assert await run("again", SEEDED) == (whole, False)
+            assert system.total("restored_tokens") > 0 and system.total("replayed_tokens") == 0
+            assert await run("exact again", SEEDED, exact=True) == (exact, False)
+            for module in ("actors.rules.hit", "actors.entrypoint.request"):
+                monkeypatch.setattr(f"{module}.EXACT_OUTPUT", 0)
+            made, is_approximate = await run("replay again", SEEDED)
+            assert made[:5] == whole[:5] and len(made) == 12 and is_approximate
+        finally:
+            await system.stop()
+
+    asyncio.run(main())
+
+
 def test_cold_hit_and_hit_on_another_replica_give_the_same_tokens(tmp_path: Path) -> None:
     tokens = np.random.default_rng(1).integers(3, 1000, 700).astype("<u4").tobytes()
     longer = tokens + np.random.default_rng(2).integers(3, 1000, 200).astype("<u4").tobytes()
@@ -70,7 +123,7 @@ def test_cold_hit_and_hit_on_another_replica_give_the_same_tokens(tmp_path: Path
     async def main() -> None:
         system = Real(tmp_path)
         try:
-            await system.setup()
+            await system.setup("p0", "p1")
 
             async def run(name: str, prompt: bytes, sampling: Sampling, **fields: Any) -> list[int]:
                 return await system.run(ask(name, prompt, max_tokens=24, sampling=sampling, **fields))

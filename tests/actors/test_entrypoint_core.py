@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from actors.entrypoint.request import OVERDUE, Owner, Request, Verdict
+from actors.entrypoint.request import MAX_PREEMPTIONS, OVERDUE, Owner, Request, Verdict
 from actors.entrypoint.shard import RETENTION_S, SILENCE_S, Shard
 from actors.rules.hit import Hit
+from schemas.bulk import Handle, Payload
 from schemas.cache import HitShortened
 from schemas.failure import Code, Failure
 from schemas.handover import Claimed, ClaimRefused
 from schemas.message import Role
-from schemas.request import Cancelled, Finished, FinishReason, Limits, Resend
-from tests.actors.builders import submit
+from schemas.request import Cancelled, Finished, FinishReason, Limits, Preempted, Resend, TokensEmitted
+from schemas.routing import Routed
+from schemas.vision import Image
+from tests.actors.builders import prompt_bytes, submit
 
 STOP = Finished(reason=FinishReason.STOP)
 
@@ -29,6 +34,22 @@ def new() -> Request:
 def returned(epoch: int) -> HitShortened:
     return HitShortened(
         request_id="r1", epoch=epoch, num_blocks=0, start=0, approximate=False, reason="test", is_returned=True
+    )
+
+
+ROUTED = Routed(replica="p0", reservation=1, balancer="pb0")
+
+
+def gives_back(first: int, epoch: int, tokens: Sequence[int] = ()) -> TokensEmitted:
+    """What decode says with its last tokens."""
+    return TokensEmitted(
+        source="decode/d0",
+        request_ids=["r1"],
+        epochs=[epoch],
+        first_indexes=[first],
+        counts=[len(tokens)],
+        tokens=list(tokens),
+        ends=[(0, Preempted())],
     )
 
 
@@ -116,6 +137,80 @@ class TestRequest:
         for first, count in pieces:
             request.accept(2, first, truth[first : first + count], None, 0.0)
             assert request.tokens == truth[: len(request.tokens)]
+
+
+class TestRebuilding:
+    """What its owner has let go of goes on from the output so far."""
+
+    def given_back(self, num_tokens: int, **fields: object) -> tuple[Shard, Request]:
+        shard = Shard("e0")
+        request = shard.submit(submit(num_tokens=5, **fields), 0.0)  # type: ignore[arg-type]
+        assert request is not None
+        request.prompt = prompt_bytes(5)
+        request.dispatch("p0", 0.0)
+        request.hit, request.is_placing = Hit(0, 3), False
+        assert isinstance(request.claim(request.epoch, "d0", 0.0), Claimed)
+        shard.accept(request, request.epoch, 0, list(range(num_tokens)), None, 0.0)
+        heard = shard.hear(gives_back(num_tokens, request.epoch), 0.0)
+        assert heard.given_back == [request] and not heard.news
+        return shard, request
+
+    def test_it_waits_with_its_output_behind_its_prompt(self) -> None:
+        shard, request = self.given_back(4)
+        assert request.must_be_placed() and request.is_placing
+        assert request.text == prompt_bytes(5) + np.arange(4, dtype="<u4").tobytes()
+        assert request.route().num_new == 9
+        epoch = request.dispatch("p1", 0.0)
+        message = request.to_dispatch("e0", ROUTED, Payload(inline=request.text))
+        assert (message.num_prompt_tokens, message.num_output, message.is_protected) == (9, 4, False)
+        assert request.num_cached(0) == 3 and not request.is_approximate
+        assert isinstance(request.claim(epoch, "d1", 0.0), Claimed)
+        assert request.accept(request.epoch, 4, [4], None, 0.0) is Verdict.NEWS and request.tokens == list(range(5))
+        assert request.attributes()["shoal.rebuilt"] == 1 and shard.detail()["cached_tokens"] == 3
+
+    def test_tokens_that_come_with_it_are_taken_and_those_that_are_missing_asked_for(self) -> None:
+        shard, request = self.given_back(0)
+        request.dispatch("p0", 0.0)
+        request.claim(request.epoch, "d0", 0.0)
+        epoch = request.epoch
+        heard = shard.hear(gives_back(2, epoch), 0.0)
+        assert heard.gaps == [request] and not heard.given_back and request.epoch == epoch
+        heard = shard.hear(gives_back(0, epoch, [7, 8]), 0.0)
+        ((_, first, tokens, end, _),) = heard.news
+        assert (first, tokens, end) == (0, [7, 8], None) and request.must_be_placed()
+        assert shard.hear(gives_back(0, epoch, [7, 8]), 0.0) == ([], [], [], [])
+
+    def test_much_output_is_taken_for_prompt_which_is_approximate_and_for_exact_ones_it_is_not(self) -> None:
+        for num_tokens, exact, is_approximate in ((1024, False, False), (1025, False, True), (1025, True, False)):
+            _, request = self.given_back(num_tokens, exact=exact)
+            request.dispatch("p0", 0.0)
+            assert request.is_approximate is is_approximate
+            assert request.num_bounded == (5 if num_tokens == 1024 else 5 + num_tokens)
+
+    def test_what_was_approximate_stays_so_while_there_is_output_of_it(self) -> None:
+        for num_tokens in (0, 1):
+            _, request = self.given_back(0)
+            request.dispatch("p0", 0.0)
+            request.is_approximate = True
+            request.claim(request.epoch, "d0", 0.0)
+            request.accept(request.epoch, 0, [5] * num_tokens, Preempted(), 0.0)
+            request.rebuild()
+            request.dispatch("p0", 0.0)
+            assert request.is_approximate is bool(num_tokens)
+
+    def test_it_is_protected_after_some_times_and_always_with_images(self) -> None:
+        pixels = Handle(address="mem://x", key="k", generation=1, size_bytes=3, checksum=0)
+        image = Image(start=0, num_tokens=1, digest="ab" * 16, width=1, height=1, vision="v", pixels=pixels)
+        assert Request(submit(images=[image]), itertools.count(1), 0.0).is_protected
+        _, request = self.given_back(1)
+        for _ in range(MAX_PREEMPTIONS - 1):
+            request.dispatch("p0", 0.0)
+            assert not request.to_dispatch("e0", ROUTED, Payload()).is_protected
+            request.claim(request.epoch, "d0", 0.0)
+            assert request.accept(request.epoch, 1, [], Preempted(), 0.0) is Verdict.GIVEN_BACK
+            request.rebuild()
+        request.dispatch("p0", 0.0)
+        assert request.to_dispatch("e0", ROUTED, Payload()).is_protected
 
 
 class TestShard:
@@ -264,6 +359,18 @@ class OneEnd(RuleBasedStateMachine):
             assert verdict is Verdict.STALE and len(self.request.tokens) == known
         if not was_over and self.request.end is not None:
             self.ends.append(self.request.end)
+
+    @precondition(lambda self: self.request.owner is not None and self.request.owner.role is Role.DECODE)
+    @rule(behind=st.integers(0, 2))
+    def preempt(self, behind: int) -> None:
+        before, owner, is_over = self.request.epoch, self.request.owner, self.request.end is not None
+        heard = self.shard.hear(gives_back(len(self.request.tokens), before - behind), 0.0)
+        self.num_placing += len(heard.given_back)
+        if self.request.epoch != before:
+            assert not behind and not is_over and self.request.epoch not in self.epochs
+            self.epochs.add(self.request.epoch)
+        else:
+            assert self.request.owner == owner and not heard.given_back
 
     @rule()
     def cancel(self) -> None:

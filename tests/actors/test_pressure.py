@@ -1,0 +1,278 @@
+"""Decode with less room than its requests come to need: who makes way, and that nobody loses a token by it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from itertools import count
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import structs
+
+from actors.decode.pressure import relieve
+from actors.decode.slots import Slots
+from actors.entrypoint.request import MAX_PREEMPTIONS
+from bus.bus import Delivery, decoder
+from bus.memory import MemoryWire
+from kernels.timed import StepCost
+from run.simulator import RecordingBroker
+from run.virtual import run_virtual
+from schemas.failure import Code
+from schemas.handover import Dispatch
+from schemas.request import (
+    Cancelled,
+    Failed,
+    Finished,
+    FinishReason,
+    Limits,
+    Preempted,
+    Sampling,
+    Submit,
+    TokensEmitted,
+)
+from tests.actors.builders import hand_over, submit
+from tests.actors.core import Core, core, quiet
+
+LENGTH = Finished(reason=FinishReason.LENGTH)
+SLOW = StepCost(step_ns=10_000_000)
+NUM_REQUESTS, NUM_OUTPUT = 8, 600
+CAPACITY = 2048
+"""16 blocks. A request comes to need 6, and nobody knows that before: 3 are expected of it."""
+
+
+class Watching(RecordingBroker):
+    """Notes who was preempted and what was dispatched, and loses what `is_lost` says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.preempted: list[str] = []
+        self.dispatched: list[Dispatch] = []
+        self.is_lost: Callable[[Delivery], bool] = lambda delivery: False
+        self.has_preempted = asyncio.Event()
+
+    def publish(self, source: MemoryWire, delivery: Delivery) -> None:
+        if delivery.subject == "shoal.entrypoint.e0.tokens" and (ids := given_back(delivery)):
+            self.preempted += ids
+            self.has_preempted.set()
+        elif delivery.subject.endswith(".dispatch"):
+            self.dispatched.append(decoder(Dispatch).decode(delivery.body))
+        if not self.is_lost(delivery):
+            super().publish(source, delivery)
+
+
+def given_back(delivery: Delivery) -> list[str]:
+    emitted = decoder(TokensEmitted).decode(delivery.body)
+    return [emitted.request_ids[i] for i, end in emitted.ends if isinstance(end, Preempted)]
+
+
+def requests() -> list[Submit]:
+    """Greedy ones and seeded ones."""
+    return [
+        submit(f"r{i}", 90 + i, NUM_OUTPUT, sampling=Sampling(temperature=float(i % 2), top_p=1.0, seed=i))
+        for i in range(NUM_REQUESTS)
+    ]
+
+
+async def run(
+    broker: Watching, capacity: int, during: Callable[[Core], Awaitable[None]] | None = None, num_decode: int = 1
+) -> Core:
+    async with core(0, 0, broker=broker) as system:
+        await system.with_prefill("p0", SLOW, num_slots=8)
+        for number in range(num_decode):
+            await system.with_decode(f"d{number}", SLOW, num_slots=8, capacity_tokens=capacity)
+        for request in requests():
+            await system.send(request)
+        if during is not None:
+            await during(system)
+        for request in requests():
+            await system.listener.over(request.request_id).wait()
+        assert await quiet(system, 120.0) == {}
+        return system
+
+
+@pytest.fixture(scope="module")
+def truth() -> dict[str, list[int]]:
+    """The tokens of a run in which there is room for all."""
+    broker = Watching()
+    system = run_virtual(run(broker, 1 << 16))
+    assert broker.preempted == [] and set(system.listener.ends.values()) == {LENGTH}
+    return system.listener.tokens
+
+
+def test_with_twice_too_much_all_ends_as_it_would_have(
+    truth: dict[str, list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    broker, counted = Watching(), list[float]()
+
+    async def during(system: Core) -> None:
+        """The oldest is never late: it has a step in every step's time."""
+        await system.listener.over("r0").wait()
+        assert asyncio.get_running_loop().time() < NUM_OUTPUT * 0.01 + 1.0
+        await broker.has_preempted.wait()
+        counted.append(system.actors["decode/d0"].load().detail["preempted"])
+
+    system = run_virtual(run(broker, CAPACITY, during))
+    assert system.listener.tokens == truth and set(system.listener.ends.values()) == {LENGTH}
+    assert 1 <= max(Counter(broker.preempted).values()) <= MAX_PREEMPTIONS and "r0" not in broker.preempted
+    assert sum("makes way" in record.message for record in caplog.records) == len(broker.preempted)
+    assert counted[0] > 0
+    rebuilt = [one for one in broker.dispatched if one.num_output]
+    for one in rebuilt:
+        assert one.num_prompt_tokens - one.num_output == 90 + int(one.request_id[1:])
+    num_before: Counter[str] = Counter()
+    for one in rebuilt:
+        num_before[one.request_id] += 1
+        assert one.is_protected == (num_before[one.request_id] >= MAX_PREEMPTIONS)
+
+
+def test_the_news_may_be_lost(truth: dict[str, list[int]]) -> None:
+    broker, lost = Watching(), set[str]()
+
+    def is_lost(delivery: Delivery) -> bool:
+        """The first of each."""
+        if delivery.subject != "shoal.entrypoint.e0.tokens":
+            return False
+        new = set(given_back(delivery)) - lost
+        lost.update(new)
+        return bool(new)
+
+    broker.is_lost = is_lost
+    system = run_virtual(run(broker, CAPACITY))
+    assert system.listener.tokens == truth and lost and len(broker.preempted) > len(lost)
+
+
+async def some(num_turns: int, num_ms: int) -> None:
+    """Turns of the loop in which no time passes, then time."""
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+    await asyncio.sleep(num_ms / 1000)
+
+
+MOMENTS = [(0, 0), (1, 0), (3, 0), (6, 0), (15, 0), (40, 0), (0, 5), (0, 12), (0, 25), (0, 500), (0, 3000)]
+
+
+@pytest.mark.parametrize(("num_turns", "num_ms"), MOMENTS)
+def test_cancelled_at_any_time_of_its_way_back(truth: dict[str, list[int]], num_turns: int, num_ms: int) -> None:
+    broker = Watching()
+
+    async def during(system: Core) -> None:
+        await broker.has_preempted.wait()
+        await some(num_turns, num_ms)
+        assert (await system.cancel(broker.preempted[0])).was_running
+
+    system = run_virtual(run(broker, CAPACITY, during))
+    gone = broker.preempted[0]
+    assert system.listener.ends.pop(gone) == Cancelled() and set(system.listener.ends.values()) == {LENGTH}
+    assert system.listener.tokens == {**truth, gone: truth[gone][: len(system.listener.tokens[gone])]}
+
+
+@pytest.mark.parametrize(("num_turns", "num_ms"), MOMENTS[:9:2])
+def test_decode_is_killed_while_one_makes_way(truth: dict[str, list[int]], num_turns: int, num_ms: int) -> None:
+    broker = Watching()
+
+    async def during(system: Core) -> None:
+        await broker.has_preempted.wait()
+        await some(num_turns, num_ms)
+        system.kill("decode/d0")
+        await asyncio.sleep(1.0)
+        await system.with_decode("d0", SLOW, num_slots=8, capacity_tokens=CAPACITY)
+
+    system = run_virtual(run(broker, CAPACITY, during))
+    for id, end in system.listener.ends.items():
+        tokens = system.listener.tokens[id]
+        assert tokens == truth[id][: len(tokens)]
+        if end != LENGTH:
+            assert isinstance(end, Failed) and end.failure.code is Code.WORKER_LOST
+    if num_turns > 1 or num_ms:  # the news were out
+        assert system.listener.ends[broker.preempted[0]] == LENGTH
+
+
+def test_the_deadline_holds_for_one_that_waits_to_be_computed_anew(truth: dict[str, list[int]]) -> None:
+    broker = Watching()
+
+    async def main() -> None:
+        async with core(0, 0, broker=broker) as system:
+            await system.with_prefill("p0", SLOW, num_slots=8)
+            await system.with_decode("d0", SLOW, num_slots=8, capacity_tokens=768)
+            now_ns = system.entrypoint.bus.seams.clock_ns()
+            limits = Limits(max_tokens=NUM_OUTPUT)
+            await system.send(submit("old", 100, limits=limits))
+            await system.send(submit("young", 100, limits=structs.replace(limits, deadline_ns=now_ns + 2_000_000_000)))
+            _, end = await system.finish(submit("last", 100, 5))
+            for id in ("young", "old"):
+                await system.listener.over(id).wait()
+            assert broker.preempted == ["young"] and end == system.listener.ends["old"] == LENGTH
+            late = system.listener.ends["young"]
+            assert isinstance(late, Failed) and late.failure.code is Code.DEADLINE_EXCEEDED
+            assert await quiet(system) == {}
+
+    run_virtual(main())
+
+
+# The policy alone
+
+
+def run_one(slots: Slots, id: str, num_tokens: int, max_tokens: int, *, is_protected: bool = False) -> None:
+    offer = structs.replace(hand_over(id, num_tokens, max_tokens), is_protected=is_protected)
+    generation = slots.arrive(offer)
+    if generation is not None:
+        generation.epoch, generation.is_in_engine = 1, True
+
+
+EVENTS = st.one_of(
+    st.tuples(st.just("arrive"), st.integers(1, 600), st.integers(1, 900)),
+    st.tuples(st.just("protected"), st.integers(1, 600), st.integers(1, 900)),
+    st.tuples(st.just("coming"), st.integers(1, 600), st.integers(1, 900)),
+    st.tuples(st.just("step"), st.integers(1, 6), st.integers(1, 60)),
+    st.tuples(st.just("end"), st.integers(0, 7), st.just(0)),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(EVENTS, min_size=10, max_size=60))
+def test_however_they_grow_room_is_never_overdrawn_and_the_oldest_stays(events: list[tuple[str, int, int]]) -> None:
+    slots, ids = Slots(8, 1536, 1024), count()
+    for kind, first, second in events:
+        match kind:
+            case "arrive" | "protected":
+                run_one(slots, f"r{next(ids)}", first, second, is_protected=kind == "protected")
+            case "coming":
+                slots.arrive(hand_over(f"r{next(ids)}", first, second))
+            case "end":
+                for one in list(slots)[first : first + 1]:
+                    slots.leave(one, 0.0)
+            case "step":
+                for _ in range(second):
+                    _step(slots, first)
+
+
+def _step(slots: Slots, num_new: int) -> None:
+    """Relief, then a step of those who take part, as the actor and an engine do it."""
+    here, was_free = list(slots), slots.num_free_blocks
+    relief = relieve(here, was_free, slots.max_tokens)
+    able = [one for one in here if one.epoch and not one.offer.is_protected]
+    for one in relief.preempted:
+        assert one in able[1:] and here.index(one) > min(here.index(other) for other, _ in relief.grown)
+    assert all(not one.is_in_engine for one in relief.turned_away)
+    gone = relief.preempted + relief.turned_away
+    if gone:  # none without need: without the last one of them somebody would not have had its room
+        assert relief.preempted == able[len(able) - len(relief.preempted) :]
+        num_freed = sum(-(-one.num_reserved // 128) for one in gone[:-1])
+        assert was_free + num_freed < sum(-(-(new - one.num_reserved) // 128) for one, new in relief.grown)
+    for one, num_tokens in relief.grown:
+        assert one.num_reserved < num_tokens <= one.num_wanted(slots.max_tokens)
+        one.num_reserved = num_tokens
+    for one in gone:
+        slots.leave(one, 0.0)
+    assert slots.num_free_blocks >= 0
+    for one in [one for one in slots if one.epoch and one not in relief.waiting]:
+        assert one.num_tokens <= one.num_reserved
+        one.tokens += [5] * min(num_new, one.num_reserved - one.num_tokens + 1)
+        if one.num_tokens >= one.num_wanted(slots.max_tokens):
+            slots.leave(one, 0.0)
+    going = [one for one in here if one.epoch and one not in gone]
+    if going and all(one in relief.waiting for one in going):
+        assert any(not one.epoch for one in slots), "nobody goes on"
