@@ -34,9 +34,12 @@ class Relief:
 def relieve(here: Sequence[Generation], num_free: int, max_tokens: int) -> Relief:
     """For all that are here, in order of arrival, with `num_free` blocks that are nobody's. Nothing changes yet."""
     relief = Relief()
+    running = [(number, one) for number, one in enumerate(here) if one.epoch > 0 and one.end is None]
+    running = [each for each in running if _may_want(each[1], max_tokens)]
+    if not running:
+        return relief
     young = [(number, one) for number, one in enumerate(here) if _may_go(one)]
     rooms = dict[int, int]()
-    running = [(number, one) for number, one in enumerate(here) if one.epoch > 0 and one.end is None]
     for number, one in running:
         if one in relief.preempted:
             break  # so are all behind it that may be; the others have their room
@@ -60,6 +63,11 @@ def relieve(here: Sequence[Generation], num_free: int, max_tokens: int) -> Relie
         if number in rooms:
             relief.grown.append((one, min(rooms[number], one.num_wanted(max_tokens))))
     return relief
+
+
+def _may_want(one: Generation, max_tokens: int) -> bool:
+    """False for most, at most steps: it has all the room that it could ask for below."""
+    return one.num_reserved < min(one.num_tokens + STEP_TOKENS, one.num_wanted(max_tokens))
 
 
 def _may_go(one: Generation) -> bool:

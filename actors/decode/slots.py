@@ -94,6 +94,10 @@ class Generation:
         `max_tokens` is the engine's for prompt plus output; `limits.max_tokens` the request's own for its output.
         """
         room = min(self.offer.limits.max_tokens - self.num_output, max_tokens - self.num_tokens)
+        if len(new) < room and eos_token not in new:
+            self.num_computed = len(self.tokens) + len(new) - 1
+            self.tokens.extend(new)
+            return list(new)
         emitted: list[int] = []
         for token in new:
             if token == eos_token:
