@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+from msgspec import structs
+
 from actors.decode.slots import RETENTION_S, Generation, Slots
-from schemas.request import Cancelled, Failed, Finished, FinishReason, Resend
+from schemas.request import (
+    Cancelled,
+    Failed,
+    Finished,
+    FinishReason,
+    Limits,
+    Preempted,
+    Resend,
+    TokensEmitted,
+)
 from tests.actors.builders import hand_over
 
 EOS = 1
@@ -32,6 +43,17 @@ class TestGeneration:
         generation = Generation(hand_over(num_tokens=98, max_tokens=50))
         assert generation.advance([5, 6, 7], EOS, 100) == [5, 6]
         assert generation.end == LENGTH
+
+
+    def test_what_comes_with_output_goes_on_where_that_ends(self) -> None:
+        offer = structs.replace(
+            hand_over(num_tokens=300), num_output=40, limits=Limits(max_tokens=43, min_tokens=42), chain=None
+        )
+        generation = Generation(offer)
+        assert (generation.num_prompt_tokens, generation.num_output, generation.num_wanted(1000)) == (260, 40, 303)
+        assert generation.sampling.first_end == 260 + 42
+        assert generation.advance([5], EOS, 1000) == [5] and generation.num_output == 41
+        assert generation.advance([6, 7, 8], EOS, 1000) == [6, 7] and generation.end == LENGTH
 
 
 class TestSlots:
@@ -66,7 +88,34 @@ class TestSlots:
         asked = Resend(request_ids=["kept", "refused"], first_indexes=[0, 0], epochs=[2, 2])
         message = slots.resend("decode/d0", asked)
         assert message.counts == [1, 0] and message.ends[0] == (0, STOP) and isinstance(message.ends[1][1], Failed)
+        assert slots.outputs.mean == 1
         later = slots.arrive(hand_over("later"))
         assert later is not None
         slots.leave(later, RETENTION_S + 0.1)
         assert isinstance(slots.resend("decode/d0", asked).ends[0][1], Failed)
+
+    def test_of_one_that_came_with_output_only_what_follows_can_be_asked_for(self) -> None:
+        slots = slots_of(1)
+        generation = slots.arrive(structs.replace(hand_over("a", num_tokens=50), num_output=40))
+        assert generation is not None
+        generation.epoch, generation.tokens, generation.end = 7, [5, 6], Preempted()
+        slots.leave(generation, 0.0)
+        assert slots.outputs.mean == 0, "it has not ended"
+
+        def asked(first: int) -> TokensEmitted:
+            return slots.resend("decode/d0", Resend(request_ids=["a"], first_indexes=[first], epochs=[7]))
+
+        assert (asked(41).tokens, asked(41).first_indexes, asked(41).ends) == ([6], [41], [(0, Preempted())])
+        assert asked(40).tokens == [5, 6] and asked(42).ends == [(0, Preempted())]
+        assert asked(39).tokens == [] and isinstance(asked(39).ends[0][1], Failed)
+
+    def test_what_is_protected_has_all_its_room_at_once_and_what_never_fits_does_not_come(self) -> None:
+        slots = slots_of(4, 1024)
+        whole = slots.arrive(structs.replace(hand_over("a", 100, 400), is_protected=True))
+        grows = slots.arrive(hand_over("b", 125, 400))
+        assert whole is not None and whole.num_reserved == 500 and grows is not None and grows.num_reserved == 256
+        assert slots.num_free_blocks == 8 - 4 - 2
+        assert slots.promised_tokens == 512 + 384  # 256 tokens are expected, or a block
+        assert slots.arrive(hand_over("c", 100, 400)) is None and slots.arrive(hand_over("d", 1, 100)) is not None
+        small = Slots(4, 512, max_tokens=2000)
+        assert small.arrive(hand_over("e", 100, 1000)) is None

@@ -10,12 +10,18 @@ from actors.prefill.batch import Batch
 from actors.prefill.job import Job
 from actors.prefill.keeping import Keeping
 from actors.prefill.packing import CHUNK_GRAIN
+from actors.rules.hit import EXACT_OUTPUT
 from actors.rules.meter import Meter
 from kernels.engine import Admission, Sampling
 from kernels.timed import TimedEngine
+from schemas.bulk import Handle
 from schemas.cache import CachedPrefix
+from schemas.request import Limits
+from schemas.routing import Routed
 from tests.actors.builders import dispatch
 from tests.actors.core import VOCABULARY, info
+
+HANDLE = Handle(address="mem://x", key="k", generation=1, size_bytes=1, checksum=0)
 
 
 def job(id: str, num_tokens: int) -> Job:
@@ -109,3 +115,19 @@ def test_prompts_are_bounded_unless_the_request_is_exact() -> None:
     admitted, hopeless = batch.admit(engine, 0)
     assert [each.id for each in admitted] == ["usual", "exact"] and not hopeless
     assert engine.bounded == {"usual": 300, "exact": 0}
+
+
+def test_output_behind_a_prompt_is_computed_as_it_was_and_much_of_it_as_a_prompt() -> None:
+    engine, batch = Admitting(), Batch(Meter())
+    for num_output in (40, EXACT_OUTPUT, EXACT_OUTPUT + 1):
+        rebuilt = job(str(num_output), 1500)
+        limits = Limits(max_tokens=2000)
+        rebuilt.dispatch = structs.replace(rebuilt.dispatch, num_output=num_output, limits=limits, is_protected=True)
+        batch.add(rebuilt)
+        assert rebuilt.route().num_new == 2000 - num_output and rebuilt.route().is_whole
+        offer = rebuilt.hand_over(Routed(replica="d0", reservation=1, balancer="db0"), HANDLE, "timed")
+        assert (offer.num_tokens, offer.num_output, offer.is_protected) == (1500, num_output, True)
+        decoded = 128 if num_output > EXACT_OUTPUT else 128 + num_output  # by all layers
+        assert rebuilt.chunk(1500).tail_tokens == decoded
+    batch.admit(engine, 0)
+    assert engine.bounded == {"40": 1460, str(EXACT_OUTPUT): 1500 - EXACT_OUTPUT, str(EXACT_OUTPUT + 1): 1500}

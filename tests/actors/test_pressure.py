@@ -15,7 +15,8 @@ from msgspec import structs
 from actors.decode.pressure import relieve
 from actors.decode.slots import Slots
 from actors.entrypoint.request import MAX_PREEMPTIONS
-from bus.bus import Delivery, decoder
+from bus.bus import BusError, Delivery, decoder
+from bus.claiming import output_before
 from bus.memory import MemoryWire
 from kernels.timed import StepCost
 from run.simulator import RecordingBroker
@@ -129,19 +130,34 @@ def test_with_twice_too_much_all_ends_as_it_would_have(
 
 
 def test_the_news_may_be_lost(truth: dict[str, list[int]]) -> None:
-    broker, lost = Watching(), set[str]()
+    broker, lost, numbers = Watching(), set[str](), count()
 
     def is_lost(delivery: Delivery) -> bool:
-        """The first of each."""
+        """The first of each; and other tokens now and then."""
         if delivery.subject != "shoal.entrypoint.e0.tokens":
             return False
         new = set(given_back(delivery)) - lost
         lost.update(new)
-        return bool(new)
+        return bool(new) or next(numbers) % 7 == 3
 
     broker.is_lost = is_lost
     system = run_virtual(run(broker, CAPACITY))
     assert system.listener.tokens == truth and lost and len(broker.preempted) > len(lost)
+
+
+def test_who_takes_one_over_can_have_its_output_from_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.rules.emission.MAX_TOKENS", 100)  # of one message
+
+    async def during(system: Core) -> None:
+        tokens = system.listener.tokens
+        while len(tokens.get("r0", [])) < 250:
+            await asyncio.sleep(0.01)
+        offer = structs.replace(hand_over("r0"), num_output=250)
+        assert await output_before(system.listener.bus, offer) == tokens["r0"][:250]
+        with pytest.raises(BusError, match="does not have the output"):
+            await output_before(system.listener.bus, structs.replace(offer, request_id="nobody"))
+
+    run_virtual(run(Watching(), CAPACITY, during))
 
 
 async def some(num_turns: int, num_ms: int) -> None:
