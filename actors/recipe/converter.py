@@ -18,7 +18,7 @@ from actors.recipe.fields import Refusal
 from actors.recipe.images import Source, check_room, expand, number_of
 from actors.recipe.normalise import Normal, normalise, parse
 from actors.recipe.protocol import REQUESTS
-from actors.recipe.vocabulary import ragged, vocabulary
+from actors.rules.vocabulary import ragged, vocabulary
 from schemas.api import Call, Protocol
 from schemas.bulk import Payload
 from schemas.failure import Code

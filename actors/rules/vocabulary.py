@@ -1,4 +1,4 @@
-"""The entries of a byte-level tokenizer: which of them are whole characters."""
+"""The entries of a byte-level tokenizer: their bytes, and which of them are whole characters."""
 
 from __future__ import annotations
 
@@ -24,9 +24,28 @@ def ragged(entries: Mapping[str, int]) -> frozenset[int]:
     return frozenset(id for entry, id in entries.items() if not entry.isascii() and not _is_whole(entry))
 
 
+def tokens(path: Path, num_tokens: int) -> tuple[list[bytes], list[int]]:
+    """The bytes of each of so many token ids, and the ids that are no text: added tokens, and ids without an entry."""
+    read = orjson.loads(path.read_bytes())
+    added = {token["id"]: token["content"].encode() for token in read["added_tokens"]}
+    found = [b""] * num_tokens
+    for entry, id in read["model"]["vocab"].items():
+        if id not in added:  # such an entry is not spelled by bytes
+            found[id] = bytes_of(entry)
+    special = sorted({*added, *(id for id, token in enumerate(found) if not token)})
+    for id in special:
+        found[id] = added.get(id) or b"<[%d]>" % id
+    return found, special
+
+
+def bytes_of(entry: str) -> bytes:
+    """What an entry stands for."""
+    return entry.translate(_BYTES).encode("latin-1")
+
+
 def _is_whole(entry: str) -> bool:
     try:
-        entry.translate(_BYTES).encode("latin-1").decode()
+        bytes_of(entry).decode()
     except UnicodeError:
         return False
     return True

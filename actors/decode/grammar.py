@@ -1,0 +1,163 @@
+"""What the tokens of a request may be next, where its output has a grammar (`actors/rules/grammars.py`)."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher
+
+from actors.rules.grammars import Vocabulary, follow, reason, unspelt_of
+from actors.rules.vocabulary import tokens
+from kernels.constraint import Bits
+
+MAX_TAIL = 32
+"""The spelling of a control token has at most so many bytes."""
+
+KEPT = 64
+"""Grammars that are kept, compiled: requests of one client often have the same."""
+
+
+class Unspelt:
+    """Keeps text from spelling a control token: what is made of the output would take it for one.
+
+    `forbidden[n]`: the bits of the tokens that would complete it behind its first n bytes.
+    """
+
+    def __init__(self, spelling: bytes, vocabulary: Vocabulary) -> None:
+        self._spelling = spelling
+        special = set(vocabulary.special_token_ids)
+        texts = [(id, token) for id, token in enumerate(vocabulary.tokens) if id not in special]
+        found: dict[int, list[int]] = {0: [id for id, token in texts if spelling in token]}
+        for num in range(1, len(spelling)):
+            rest = spelling[num:]
+            found[num] = [id for id, token in texts if token.startswith(rest)]
+        self._forbidden = {num: _bits(ids, len(vocabulary.tokens)) for num, ids in found.items() if ids}
+
+    def forbid(self, allowed: Bits, tail: bytes) -> None:
+        """In place, behind text that ends like this: int32 [words]."""
+        for num, bits in self._forbidden.items():
+            if num == 0 or tail.endswith(self._spelling[:num]):
+                allowed &= ~bits
+
+
+class Vocabularies:
+    """The tokens of a model, and the grammars over them that were lately asked for."""
+
+    def __init__(self, path: Path, num_tokens: int, end_token: int) -> None:
+        """Takes about two seconds for 129,280 tokens: to be done beside the loop."""
+        texts, special = tokens(path, num_tokens)
+        self.vocabulary = Vocabulary(texts, special, end_token)
+        self.special = frozenset(special)
+        self.end_token = end_token
+        self.num_words = -(-num_tokens // 32)
+        self.end = _bits([end_token], num_tokens)
+        self._tokenizer = self.vocabulary.tokenizer()
+        self._unspelt: dict[int, Unspelt] = {}
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+
+    def follow(self, text: str) -> Grammar:
+        """A grammar at the start of an output. Takes milliseconds when it is new: to be done beside the loop.
+
+        Never raises: one that cannot be followed says so in `Grammar.error`.
+        """
+        compiled = self._compiled.pop(text, None) or follow(self._tokenizer, text)
+        self._compiled[text] = compiled
+        while len(self._compiled) > KEPT:
+            self._compiled.popitem(last=False)
+        for id in unspelt_of(text):
+            if id not in self._unspelt:
+                self._unspelt[id] = Unspelt(self.vocabulary.tokens[id], self.vocabulary)
+        return Grammar(self, compiled, [self._unspelt[id] for id in unspelt_of(text)])
+
+
+class Grammar:
+    """A `kernels.constraint.Constraint`: where a request is in its grammar. It is a function of the grammar and of the
+    output so far, so a request that comes from elsewhere goes on with `accept(output)`.
+
+    `error` says why it cannot go on, once it cannot.
+    """
+
+    def __init__(self, over: Vocabularies, start: LLMatcher, unspelt: Sequence[Unspelt]) -> None:
+        self.error = reason(start)
+        self._over = over
+        self._start = start
+        self._matcher = start.deep_copy()
+        self._unspelt = unspelt
+        self._taken: list[int] = []
+        self._tail = b""  # of the text behind the last control token
+        self._has_ended = False
+
+    def allow(self, drafts: Sequence[int]) -> Bits:
+        rows: list[Bits] = []
+        tail, has_ended, num_taken = self._tail, self._has_ended, 0
+        for draft in (None, *drafts):
+            if draft is not None:
+                if not _has(rows[-1], draft):
+                    break
+                if draft == self._over.end_token:
+                    has_ended = True
+                elif not has_ended:
+                    self._matcher.consume_token(draft)
+                    num_taken += 1
+                    tail = self._behind(tail, draft)
+            row, error = (self._over.end, "") if has_ended else self._row(tail)
+            if error and not rows:
+                self.error = self.error or error
+                return np.empty((0, self._over.num_words), dtype=np.int32)
+            if error:
+                break  # whether it gets there, and fails then, is for the model to say
+            rows.append(row)
+        self._go_back(num_taken)
+        return np.stack(rows)
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            if self._has_ended or self.error:
+                return
+            if token == self._over.end_token:
+                self._has_ended = True
+            elif self._matcher.consume_token(token):
+                self._taken.append(token)
+                self._tail = self._behind(self._tail, token)
+            else:
+                self.error = reason(self._matcher) or f"token {token} is not allowed here"
+
+    def _row(self, tail: bytes) -> tuple[Bits, str]:
+        """What may come behind what the matcher has taken; or why that cannot be said."""
+        row: Bits = np.zeros(self._over.num_words, dtype=np.int32)
+        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        for unspelt in self._unspelt:
+            unspelt.forbid(row, tail)
+        return row, reason(self._matcher) or ("" if row.any() else "nothing is allowed here")
+
+    def _go_back(self, num: int) -> None:
+        """The matcher forgets its last tokens; for that it has to be without error."""
+        if self._matcher.is_error():
+            self._matcher = self._start.deep_copy()
+            self._matcher.consume_tokens(self._taken)
+        elif num:
+            self._matcher.rollback(num)
+
+    def _behind(self, tail: bytes, token: int) -> bytes:
+        if token in self._over.special:
+            return b""
+        return (tail + self._over.vocabulary.tokens[token])[-MAX_TAIL:]
+
+
+def _bits(ids: Sequence[int], num_tokens: int) -> Bits:
+    words = np.zeros(-(-num_tokens // 32), dtype=np.uint32)
+    np.bitwise_or.at(words, np.asarray(ids, dtype=np.int64) // 32, _bit(np.asarray(ids, dtype=np.uint32)))
+    return words.view(np.int32)
+
+
+def _bit(ids: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+    bit: npt.NDArray[np.uint32] = np.left_shift(np.uint32(1), ids % np.uint32(32), dtype=np.uint32)
+    return bit
+
+
+def _has(row: Bits, token: int) -> bool:
+    return bool(row[token // 32] >> (token % 32) & 1)
