@@ -14,7 +14,7 @@ from opentelemetry.trace import Span
 
 from actors.decode.blocks import Filling
 from actors.decode.pressure import relieve
-from actors.decode.slots import Generation, Slots
+from actors.decode.slots import Generation, Said, Slots
 from actors.rules.outbox import Outbox
 from actors.rules.ring import Ring
 from actors.rules.spans import end_span
@@ -70,6 +70,7 @@ class Decode(Actor):
         self.slots = Slots(info.num_slots, info.capacity_tokens, info.max_tokens)
         self._arrivals: list[tuple[Generation, bytes, asyncio.Future[str]]] = []
         self._outbox = Outbox(f"{self.role}/{id}")
+        self._said: list[Said] = []
         self._courier = Courier(bus, TOKENS, self._outbox, self.wake, self._abandon)
         self.keeper = Keeper(bus, bulk, f"{self.role}/{id}", Ring, self.spawn, snapshot_bytes)
         self._spans: dict[str, Span] = {}
@@ -258,6 +259,8 @@ class Decode(Actor):
             generation.num_reserved = num_tokens  # before anything can come in between
         for generation in relief.turned_away + relief.preempted:
             await self._let_go(generation)
+        if relief.preempted:
+            self._speak()
         for generation in relief.preempted:  # when its windows are kept, so that they are found
             self._num_preempted += 1
             first, epoch = generation.num_output, generation.epoch
@@ -292,24 +295,26 @@ class Decode(Actor):
             logprobs = None
             if generation.logprobs is not None:
                 logprobs = generation.told(self._engine.logprobs(generation.id), len(emitted))
-            self._outbox.add(
-                generation.offer.entrypoint,
-                generation.id,
-                generation.epoch,
-                first,
-                emitted,
-                generation.end,
-                logprobs=logprobs,
-            )
-        self.wake()  # their tokens leave first
+            self._said.append(Said(generation, first, emitted, generation.end, logprobs))
+        # Who goes on is all that the next step has to know: the rest is done while it runs.
+        asyncio.get_running_loop().call_soon(self._speak)
         for generation in batch:
-            await self._keep_blocks(generation)
+            filling = generation.filling
+            if filling is not None and filling.take(generation.tokens, generation.num_computed):
+                await self._keep_blocks(generation, filling)
 
-    async def _keep_blocks(self, generation: Generation) -> None:
+    def _speak(self) -> None:
+        """What steps gave goes into the outbox, in their order."""
+        said, self._said = self._said, []
+        for generation, first, tokens, end, logprobs in said:
+            offer = generation.offer
+            self._outbox.add(
+                offer.entrypoint, offer.request_id, generation.epoch, first, tokens, end, logprobs=logprobs
+            )
+        self.wake()
+
+    async def _keep_blocks(self, generation: Generation, filling: Filling) -> None:
         """Have the blocks stored that filled in the last step."""
-        filling = generation.filling
-        if filling is None or not filling.take(generation.tokens, generation.num_computed):
-            return
         try:
             await self.keeper.keep_blocks(self._engine, generation.id, filling, filling.num_done)
         except ValueError:
@@ -318,6 +323,7 @@ class Decode(Actor):
 
     def _fail(self, batch: list[Generation]) -> None:
         """A step of these failed: what the engine holds of them is good for nothing."""
+        self._speak()
         why = f"decode {self.id} could not go on with the request, or one computed with it"
         for generation in batch:
             generation.filling = None

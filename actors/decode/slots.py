@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from actors.decode.blocks import Filling
 from actors.decode.outputs import OutputLength
@@ -117,6 +118,16 @@ class Generation:
         logprobs = message_of(found[:num_emitted])
         self.logprobs.add(self.num_output - num_emitted, logprobs)
         return logprobs
+
+
+class Said(NamedTuple):
+    """What a step gave a request, `tokens` from the index `first` on: for the outbox, while the next step runs."""
+
+    generation: Generation
+    first: int
+    tokens: list[int]
+    end: LastWord | None
+    logprobs: TokenLogprobs | None
 
 
 class Slots:
