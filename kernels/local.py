@@ -115,7 +115,7 @@ class LocalEngine:
 
     @property
     def counts(self) -> Counts:
-        return self._loaded().counts
+        return Counts(0, 0, 0) if self._steps is None else self._steps.counts
 
     @property
     def group(self) -> LocalMember | None:

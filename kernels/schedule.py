@@ -24,57 +24,77 @@ from kernels.steptimes import Floats, StepTimes
 Mode = Literal["off", "fixed", "scheduled"]
 Counts = npt.NDArray[np.int64]
 
-PRICES: Floats = np.linspace(0.0, 0.8, 5)
-"""Tokens that a row of verification may cost, at which `History.worth` is kept."""
-
 _KEPT = 0.95  # of what was promised and came, from one verification to the next
+_KEPT_OF_ALL = 0.995  # the same, over all requests
 _DOUBT = 4.0  # drafts that a request's own record has to outweigh
 _SURE = 0.995  # no draft is surer than that
-_NUM_RECENT = 8  # blocks that a request's worth is the mean of
+_NUM_RECENT = 8  # blocks that tell what a request's next one is worth
+_NUM_OTHERS = 32  # blocks of any requests that tell the same of a new one
+_PRIOR = 2.0  # blocks of its own that those count as
 _REJOIN = 32  # steps until a request is drafted for again beside others
 _SHARE = 0.01  # of the time goes into finding out whether the other way is better
 _LEAST_GAIN = 0.2  # what a try without drafts is taken to cost at least, as a part of a step
-_FULL = 4  # one in so many of such drafts is verified whole
+_FULL = 4  # one in so many tries with drafts is verified whole
+_INERTIA = 8  # steps that the gain of drafting is a mean of
 
 
-@dataclass(slots=True)
-class History:
-    """What the drafts of one request came to lately: it moves with the request.
+class _Record:
+    """How many verified drafts were right, and how many should have been by their confidences; older ones fade."""
 
-    `right` of the drafts that were put to the target, and `promised`, how many should have been by their confidences;
-    older ones count less. `worth` [prices]: what a block is worth above each of PRICES, None before the first one.
-    `num_blocks`: how many that is the mean of, at most a few. `idle`: steps without a block.
-    """
+    def __init__(self, right: float = 0.0, promised: float = 0.0) -> None:
+        self.right, self.promised = right, promised
 
-    right: float = 0.0
-    promised: float = 0.0
-    worth: Floats | None = None
-    num_blocks: int = 0
-    idle: int = 0
-
-    @property
-    def correction(self) -> float:
-        """What the confidences are to be multiplied by."""
-        return (self.right + _DOUBT) / (self.promised + _DOUBT)
-
-    def learn(self, confidence: Floats, num_right: int) -> None:
-        """Of verified drafts, `confidence` each [drafts], so many were right."""
+    def add(self, confidence: Floats, num_right: int, kept: float) -> None:
         num_judged = min(num_right + 1, len(confidence))  # nothing is known of those behind a wrong one
-        self.right = _KEPT * self.right + num_right
-        self.promised = _KEPT * self.promised + float(confidence[:num_judged].sum())
+        self.right = kept * self.right + num_right
+        self.promised = kept * self.promised + float(confidence[:num_judged].sum())
+
+    def correction(self, expected: float = 1.0) -> float:
+        """What confidences are to be multiplied by; `expected` of one that nothing is known of."""
+        return (self.right + _DOUBT * expected) / (self.promised + _DOUBT)
+
+
+class _Blocks:
+    """The calibrated confidences of the last few blocks: `values` [most, block], the first `num` of them filled."""
+
+    def __init__(self, most: int, size: int) -> None:
+        self.values: Floats = np.zeros((most, size))
+        self.num = self._next = 0
+
+    def add(self, block: Floats) -> None:
+        self.values[self._next] = block
+        self._next = (self._next + 1) % len(self.values)
+        self.num = max(self.num, self._next or len(self.values))
+
+
+class History:
+    """What the drafts of one request came to lately: it moves with the request. `idle`: steps without a block."""
+
+    def __init__(self) -> None:
+        self.record, self.idle = _Record(), 0
+        self.blocks: _Blocks | None = None
 
     def dump(self) -> list[float]:
         """Numbers that `load` makes it again of."""
-        worth = np.zeros(len(PRICES)) if self.worth is None else self.worth
-        return [self.right, self.promised, float(self.num_blocks), float(self.idle), *worth.tolist()]
+        blocks = [] if self.blocks is None else self.blocks.values[: self.blocks.num].ravel().tolist()
+        return [self.record.right, self.record.promised, float(self.idle), *blocks]
 
     @classmethod
-    def load(cls, numbers: Sequence[float]) -> History:
-        """Raises ValueError when it is not what `dump` gives."""
-        if len(numbers) != 4 + len(PRICES) or not all(0 <= one < 1e9 for one in numbers):
-            raise ValueError(f"a history of drafts of {numbers}")
-        right, promised, num_blocks, idle, *worth = numbers
-        return cls(right, promised, np.array(worth) if num_blocks else None, int(num_blocks), int(idle))
+    def load(cls, numbers: Sequence[float], size: int) -> History:
+        """Raises ValueError when it is not what `dump` gives, with blocks of that `size`."""
+        num, rest = divmod(len(numbers) - 3, size) if size else (0, len(numbers) - 3)
+        if not 0 <= num <= _NUM_RECENT or rest or not all(0 <= one < 1e9 for one in numbers):
+            raise ValueError("a history of drafts that is none")
+        found = cls()
+        found.record, found.idle = _Record(*numbers[:2]), int(numbers[2])
+        for block in np.array(numbers[3:]).reshape(num, size):
+            found.add(block)
+        return found
+
+    def add(self, block: Floats) -> None:
+        if self.blocks is None:
+            self.blocks = _Blocks(_NUM_RECENT, len(block))
+        self.blocks.add(block)
 
 
 def budget(survival: Floats, num_rows: int, draft_s: float, times: StepTimes) -> tuple[int, float]:
@@ -103,8 +123,7 @@ class Scheduler:
 
     def __post_init__(self) -> None:
         self._size = len(self.temperatures)
-        # New requests are taken for as good as those before them, the first of all for perfect.
-        self._typical: Floats = self._size * (1.0 - PRICES)
+        self._record, self._blocks = _Record(), _Blocks(_NUM_OTHERS, self._size)  # of all requests
         self._gain = 1.0  # of the last steps over ones without drafts
         self._saved_s = 0.0  # for finding out
         self._num_tries = 0
@@ -136,8 +155,7 @@ class Scheduler:
         drafts_s = self.draft_times.at(np.arange(1, len(able) + 1))
         speed = self._gain * num / plain_s
         price = min(speed * (full_s - plain_s) / (full - num), 1.0)
-        known = [self._typical if (worth := histories[number].worth) is None else worth for number in able]
-        worths = _at_price(np.stack(known), price)
+        worths = self._worths([histories[number] for number in able], price)
         order = np.argsort(-worths, kind="stable")
         gains = np.cumsum(worths[order]) - speed * drafts_s
         best = int(np.argmax(gains))
@@ -147,7 +165,7 @@ class Scheduler:
                 return []
             chosen = {able[place] for place in order[: best + 1].tolist()}
             return sorted(chosen | {number for number in able if histories[number].idle >= _REJOIN})
-        self._gain += (1.0 - self._gain) / _NUM_RECENT
+        self._gain += (1.0 - self._gain) / _INERTIA
         self._is_whole = self._num_tries % _FULL == 0
         if self._tries(float(drafts_s[-1]) + (full_s - plain_s if self._is_whole else 0.0)):
             return able
@@ -164,10 +182,11 @@ class Scheduler:
         confidence = _sigmoid(np.nan_to_num(raw) / self.temperatures)
         if self.mode != "scheduled":
             return list(lengths), confidence
-        corrections = np.array([history.correction for history in histories])
-        survival = np.cumprod(np.minimum(confidence * corrections[:, None], _SURE), 1, dtype=np.float64)
+        for history, block in zip(histories, confidence, strict=True):
+            history.add(block)
+            self._blocks.add(block)
+        survival = _survival(confidence, self._corrections(histories)[:, None])
         survival[np.arange(self._size) >= np.array(lengths)[:, None]] = 0.0
-        self._judge(survival, histories)
         if self._is_whole:
             return list(lengths), confidence
         flat = survival.ravel()
@@ -176,7 +195,7 @@ class Scheduler:
         draft_s = float(self.draft_times.at(np.array([len(lengths)]))[0])
         num, speed = budget(flat[order], num_rows, draft_s, self.verify_times)
         plain_s = float(self.verify_times.at(np.array([num_rows]))[0])
-        self._gain += (max(speed * plain_s / num_rows, 1.0) - self._gain) / _NUM_RECENT
+        self._gain += (max(speed * plain_s / num_rows, 1.0) - self._gain) / _INERTIA
         taken = np.bincount(order[:num] // self._size, minlength=len(lengths))
         return taken.tolist(), confidence
 
@@ -190,16 +209,26 @@ class Scheduler:
     def learn(self, history: History, confidence: Floats, num_right: int) -> None:
         """So many of a request's verified drafts were right, of `confidence` [drafts]."""
         if self.mode == "scheduled" and len(confidence):
-            history.learn(confidence, num_right)
+            history.record.add(confidence, num_right, _KEPT)
+            self._record.add(confidence, num_right, _KEPT_OF_ALL)
 
-    def _judge(self, survival: Floats, histories: Sequence[History]) -> None:
-        """What the blocks are worth: the tokens to be expected of their drafts, less the price of each."""
-        worths = np.maximum(survival[:, :, None] - PRICES, 0.0).sum(1)
-        for worth, history in zip(worths, histories, strict=True):
-            history.num_blocks = min(history.num_blocks + 1, _NUM_RECENT)
-            before = worth if history.worth is None else history.worth
-            history.worth = before + (worth - before) / history.num_blocks
-        self._typical += (worths.mean(0) - self._typical) / _NUM_RECENT
+    def _corrections(self, histories: Sequence[History]) -> Floats:
+        expected = self._record.correction()
+        return np.array([history.record.correction(expected) for history in histories])
+
+    def _worths(self, histories: Sequence[History], price: float) -> Floats:
+        """What a block is worth for each request: the tokens to be expected of its drafts, less the price of their
+        rows, as of its last blocks, and of other requests' while it has few: [requests]."""
+        prior = self._size * (1.0 - price)  # of the very first: as if it were perfect
+        if self._blocks.num:
+            others = _survival(self._blocks.values[: self._blocks.num], self._record.correction())
+            prior = float(np.maximum(others - price, 0.0).sum(1).mean())
+        empty = np.zeros((_NUM_RECENT, self._size))
+        own = np.stack([empty if history.blocks is None else history.blocks.values for history in histories])
+        nums = np.array([0 if history.blocks is None else history.blocks.num for history in histories])
+        survival = _survival(own, self._corrections(histories)[:, None, None])
+        sums = np.maximum(survival - price, 0.0).sum((1, 2))
+        return np.asarray((sums + _PRIOR * prior) / (nums + _PRIOR), dtype=np.float64)
 
     def _tries(self, cost_s: float) -> bool:
         """Whether the other way is taken for once: when a share of the time of late pays for it."""
@@ -210,12 +239,9 @@ class Scheduler:
         return True
 
 
-def _at_price(worths: Floats, price: float) -> Floats:
-    """Of `worths` [requests, prices] those at one price, along straight lines; 0 at price 1: [requests]."""
-    place = price / (PRICES[1] - PRICES[0])
-    low = min(int(place), len(PRICES) - 1)
-    above = worths[:, low + 1] if low + 1 < len(PRICES) else np.zeros(len(worths))
-    return np.asarray(worths[:, low] + (place - low) * (above - worths[:, low]), dtype=np.float64)
+def _survival(confidence: Floats, correction: Floats | float) -> Floats:
+    """Products over the last axis, of corrected confidences."""
+    return np.cumprod(np.minimum(confidence * correction, _SURE), -1, dtype=np.float64)
 
 
 def _sigmoid(x: Floats) -> Floats:

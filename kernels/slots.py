@@ -60,7 +60,8 @@ def restore_state(request: SlotRequest, pool: StatePool, layout: str, state: byt
         raise StateError(f"state is damaged: {error}") from None
     hidden, last = tensors.pop("hidden", None), tensors.pop("last", None)
     try:
-        history = History.load(tensors.pop("drafts", torch.empty(0)).flatten().tolist())
+        told = tensors.pop("drafts", torch.empty(0)).flatten().tolist()
+        history = History.load(told, pool.config.dspark_block_size)
     except ValueError as error:
         raise StateError(f"state has {error}") from None
     if (hidden is None) == (last is None):

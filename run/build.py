@@ -119,6 +119,7 @@ def _engine(spec: ProcessSpec, settings: Settings) -> tuple[Engine, GroupOf | No
         num_slots=spec.num_slots,
         max_step_tokens=MAX_STEP_TOKENS,
         num_threads=spec.num_threads,
+        drafts=settings.drafts,
         group=rank,
     )
     return engine, None if place is None or rank is None else GroupOf(place.ids, rank.life)

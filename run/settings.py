@@ -6,8 +6,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, cast, get_args
 
 from actors.rules.tenants import Tenants, TenantsError
+
+Drafts = Literal["off", "fixed", "scheduled"]
 
 DEFAULT_HTTP_PORT = 8000
 DEFAULT_MODEL = Path(__file__).parent / "models" / "shoal-tiny"
@@ -30,13 +33,14 @@ class SettingsError(ValueError):
 @dataclass(frozen=True)
 class Settings:
     """SHOAL_HTTP_PORT (0: any free one), SHOAL_HOST, SHOAL_API_KEYS, SHOAL_TENANTS, SHOAL_NATS_URL, SHOAL_HOME,
-    SHOAL_MODEL, SHOAL_STORE, SHOAL_STORE_MB, SHOAL_SNAPSHOT_MB, SHOAL_STEP_TIMEOUT_S.
+    SHOAL_MODEL, SHOAL_STORE, SHOAL_STORE_MB, SHOAL_SNAPSHOT_MB, SHOAL_STEP_TIMEOUT_S, SHOAL_DRAFTS.
 
     `host` is where this process listens; without keys that is loopback unless SHOAL_HOST says otherwise, as it must
     inside a container. `nats_url` is empty when there is no broker yet. `model` is an existing folder.
     `store` is the folder of cached blocks, which need not exist, and `store_bytes` what its files may take;
     `snapshot_bytes` is the memory that the kept windows of one prefill or decode replica may take. `step_timeout_s` is
-    for how long a rank of an expert-parallel group waits for another in a step, before it takes it for gone.
+    for how long a rank of an expert-parallel group waits for another in a step, before it takes it for gone. `drafts`
+    is what engines do with the checkpoint's draft stages; the same everywhere, as states with and without differ.
     """
 
     http_port: int
@@ -50,6 +54,7 @@ class Settings:
     snapshot_bytes: int
     step_timeout_s: float = DEFAULT_STEP_TIMEOUT_S
     tenants_path: Path | None = None
+    drafts: Drafts = "scheduled"
 
     def tenants(self) -> Tenants:
         """What the tenants file says now; no tenants without one. Raises SettingsError."""
@@ -79,6 +84,7 @@ class Settings:
             snapshot_bytes=_snapshot_bytes(environment.get("SHOAL_SNAPSHOT_MB", "")),
             step_timeout_s=_step_timeout_s(environment.get("SHOAL_STEP_TIMEOUT_S", "")),
             tenants_path=Path(tenants).absolute() if (tenants := environment.get("SHOAL_TENANTS", "")) else None,
+            drafts=_drafts(environment.get("SHOAL_DRAFTS", "")),
         )
 
 
@@ -116,6 +122,13 @@ def _step_timeout_s(text: str) -> float:
     if not (text.isascii() and text.isdecimal() and len(text) <= 6) or int(text) < 1:
         raise SettingsError(f"SHOAL_STEP_TIMEOUT_S={text}: not a time; set whole seconds, 1 or more")
     return float(text)
+
+
+def _drafts(text: str) -> Drafts:
+    for known in get_args(Drafts):
+        if known == (text or "scheduled"):
+            return cast(Drafts, known)
+    raise SettingsError(f"SHOAL_DRAFTS={text}: not a mode; set {', '.join(get_args(Drafts))}")
 
 
 def _model(text: str) -> Path:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from rich.console import Console
@@ -34,7 +34,7 @@ Text = Literal["trained", "mixed", "random"]
 
 MODES: tuple[Mode, ...] = ("off", "fixed", "scheduled")
 BATCHES = (1, 4, 16, 64)
-TASKS = ("transform", "arithmetic", "tools", "json", "about")
+TASKS = ("transform", "arithmetic", "tools", "extraction", "about")
 NUM_QUESTIONS = 16  # of each task
 NUM_ANSWER = 64  # tokens of an answer, at most
 NUM_WARM = 12  # steps that are not counted

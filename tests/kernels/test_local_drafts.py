@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import random
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 
+from kernels import local as local_engine
 from kernels.batch import Batch
 from kernels.cache import StatePool
-from kernels.engine import Admission, Chunk, Sampling, Tokens
+from kernels.engine import Admission, Chunk, Sampling, StateError, Tokens
+from kernels.keys import ConfigError
 from kernels.local import LocalEngine
 from kernels.model import Model
-from kernels.schedule import Mode
+from kernels.schedule import History, Mode, Scheduler
+from kernels.seal import seal, unseal
+from kernels.steptimes import Floats
 from tests.conftest import Run
 from tests.kernels.conftest import GOLDEN
 from tests.kernels.test_engine import extend
@@ -51,10 +60,29 @@ async def outputs(local: LocalEngine) -> dict[str, list[int]]:
     return new
 
 
-def test_drafts_change_no_token_and_save_steps(run_debug: Run) -> None:
+class AnySchedule(Scheduler):
+    """Drafts for some, verifies any part of it."""
+
+    chance = random.Random(0)
+
+    def choose(self, histories: Sequence[History], room: Sequence[int]) -> list[int]:
+        return [number for number, most in enumerate(room) if most and self.chance.random() < 0.7]
+
+    def admit(
+        self, raw: Floats, lengths: Sequence[int], histories: Sequence[History], num_rows: int
+    ) -> tuple[list[int], Floats]:
+        _, confidence = super().admit(raw, lengths, histories, num_rows)
+        return [self.chance.randint(0, most) for most in lengths], confidence
+
+
+def test_drafts_change_no_token_and_save_steps(run_debug: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         plain = await outputs(engine(drafts="off"))
         assert await outputs(engine()) == plain
+        assert await outputs(engine(drafts="scheduled")) == plain
+        with monkeypatch.context() as patch:
+            patch.setattr(local_engine, "Scheduler", AnySchedule)
+            assert await outputs(engine()) == plain
         local = engine()
         await local.start()
         await begin(local)
@@ -64,6 +92,58 @@ def test_drafts_change_no_token_and_save_steps(run_debug: Run) -> None:
         await local.close()
 
     run_debug(main())
+
+
+def test_counts_say_what_was_drafted_verified_and_accepted(run_debug: Run) -> None:
+    async def main() -> None:
+        local = engine()
+        await local.start()
+        await begin(local)
+        await local.decode(list(SAMPLINGS))
+        assert local.counts == (0, 0, 0)  # first tokens come from the prompts' last rows
+        num_new = sum(map(len, await local.decode(list(SAMPLINGS))))
+        assert local.counts == (15, 18, num_new - 3)
+        await local.close()
+
+    run_debug(main())
+
+
+def test_how_drafts_of_a_request_fared_moves_with_it(run_debug: Run) -> None:
+    async def main() -> None:
+        source, target = engine(drafts="scheduled"), engine()
+        for local in (source, target):
+            await local.start()
+        await begin(source)
+        history = source._requests["hot"].history
+        history.add(np.linspace(0.1, 0.5, 5))
+        history.record.add(np.ones(5), 3, 1.0)
+        await source.decode(["hot"])
+        assert target.admit("hot", 200, SAMPLINGS["hot"]) is Admission.OK
+        state = await source.export("hot")
+        await target.restore("hot", state)
+        moved = target._requests["hot"].history.dump()
+        assert moved == history.dump()
+        assert moved[:2] == [3.0, 4.0]
+        assert len(moved) == 3 + 5
+        target.free("hot")
+        assert target.admit("hot", 200, SAMPLINGS["hot"]) is Admission.OK
+        tensors = safetensors.torch.load(bytes(unseal(target.info.layout, state)))
+        tensors["drafts"] = tensors["drafts"][:-1]
+        with pytest.raises(StateError, match="history of drafts"):
+            await target.restore("hot", seal(target.info.layout, safetensors.torch.save(tensors)))
+        for local in (source, target):
+            await local.close()
+
+    run_debug(main())
+
+
+@pytest.mark.parametrize("told", [[1.0], [1.0, 1.0, 0.0, 1.0, 1.0], "warm"])
+def test_temperatures_that_are_none_are_named(told: object, tmp_path: Path) -> None:
+    shutil.copytree(MINI, tmp_path / "m")
+    (tmp_path / "m" / "shoal.json").write_text(json.dumps({"confidence_temperatures": told}))
+    with pytest.raises(ConfigError, match="confidence_temperatures must be 5 numbers"):
+        engine(folder=tmp_path / "m")
+    engine(folder=tmp_path / "m", drafts="off")
 
 
 @pytest.mark.parametrize("room", [1, 2, 4])

@@ -31,6 +31,18 @@ def test_tokens_come_from_the_vocabulary_and_never_end(run_async: Run) -> None:
     run_async(main())
 
 
+def test_counts_add_up_to_the_tokens(run_async: Run) -> None:
+    async def main() -> None:
+        engine = TimedEngine(TIMED, range(3, 99), most_accepted=6)
+        output = await generate(engine, "r", tokens(10), 400)
+        drafted, verified, accepted = engine.counts
+        assert drafted * 6 == verified * 5
+        assert 0 < accepted < drafted
+        assert len(output) <= 1 + verified // 6 + accepted
+
+    run_async(main())
+
+
 def test_one_in_mean_output_ends(run_async: Run) -> None:
     async def main() -> None:
         engine = TimedEngine(TIMED, range(3, 99), mean_output=20)

@@ -66,6 +66,13 @@ def test_a_bad_budget_names_the_variable_and_what_to_do(budget: str) -> None:
         Settings.from_environment({"SHOAL_STORE_MB": budget})
 
 
+def test_what_is_done_with_drafts() -> None:
+    assert Settings.from_environment({}).drafts == "scheduled"
+    assert Settings.from_environment({"SHOAL_DRAFTS": "off"}).drafts == "off"
+    with pytest.raises(SettingsError, match="SHOAL_DRAFTS=5: not a mode; set off, fixed, scheduled"):
+        Settings.from_environment({"SHOAL_DRAFTS": "5"})
+
+
 def test_how_long_a_rank_waits_for_another() -> None:
     assert Settings.from_environment({}).step_timeout_s == 15.0
     assert Settings.from_environment({"SHOAL_STEP_TIMEOUT_S": "3"}).step_timeout_s == 3.0

@@ -1,0 +1,157 @@
+"""What is drafted and verified: budgets against all others, learning, trying again; times that never fall."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.schedule import History, Mode, Scheduler, budget
+from kernels.steptimes import Floats, StepTimes
+
+SIZE = 5
+SURE, UNSURE = [4.0] * SIZE, [-4.0] * SIZE
+
+
+def times_of(row_s: float, base_s: float = 0.01, sizes: Iterable[int] = range(1, 100)) -> StepTimes:
+    times = StepTimes()
+    for size in sizes:
+        for _ in range(3):
+            times.add(size, base_s + row_s * size)
+    return times
+
+
+def scheduler(row_s: float, draft_s: float, mode: Mode = "scheduled") -> Scheduler:
+    return Scheduler(mode, np.ones(SIZE), times_of(row_s), times_of(0.0, draft_s))
+
+
+def step(one: Scheduler, histories: list[History], raw: dict[int, list[float]], right: dict[int, int]) -> list[int]:
+    """Of each request, the drafts that a step verifies; -1 where none were made."""
+    verified = [-1] * len(histories)
+    chosen = one.choose(histories, [SIZE] * len(histories))
+    if chosen:
+        blocks = np.array([raw[number] for number in chosen])
+        lengths, sure = one.admit(blocks, [SIZE] * len(chosen), [histories[i] for i in chosen], len(histories))
+        for number, length, confidence in zip(chosen, lengths, sure, strict=True):
+            verified[number] = length
+            one.learn(histories[number], confidence[:length], min(right[number], length))
+    return verified
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.lists(st.floats(0.0, 1.0), min_size=2, max_size=2), min_size=1, max_size=3),
+    st.lists(st.floats(0.001, 1.0), min_size=9, max_size=9),
+    st.floats(0.0, 0.5),
+)
+def test_no_other_budget_is_better(blocks: list[list[float]], each_s: list[float], draft_s: float) -> None:
+    """Against every choice of lengths, with times that rise in steps of any height."""
+    times = StepTimes()
+    for size, took_s in enumerate(np.cumsum(each_s), 1):
+        for _ in range(3):
+            times.add(size, float(took_s))
+    survival = np.cumprod(np.array(blocks), 1)
+    num, speed = budget(-np.sort(-survival.ravel()), len(blocks), draft_s, times)
+    best = 0.0
+    for lengths in itertools.product(range(3), repeat=len(blocks)):
+        tokens = len(blocks) + sum(float(row[:length].sum()) for row, length in zip(survival, lengths, strict=True))
+        took_s = draft_s + float(times.at(np.array([len(blocks) + sum(lengths)]))[0])
+        best = max(best, tokens / took_s)
+    assert speed == pytest.approx(best)
+    assert 0 <= num <= survival.size
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 600), st.floats(1e-4, 10.0)), min_size=3, max_size=60))
+def test_more_rows_never_take_less(passes: list[tuple[int, float]]) -> None:
+    times = StepTimes()
+    for size, took_s in [*passes, *[passes[0]] * 3]:
+        times.add(size, took_s)
+    at = times.at(np.arange(1, 700))
+    assert np.all(np.diff(at) >= -1e-12)
+    low, high = (pick(took for _, took in passes) for pick in (min, max))
+    assert low * 0.999 <= at[0] <= high * 1.001
+
+
+def test_a_pass_that_was_held_up_does_no_harm() -> None:
+    times = times_of(0.001, sizes=(1, 4, 16, 64))
+    before = times.at(np.array([16]))
+    times.add(16, 30.0)
+    assert times.at(np.array([16])) == before
+    assert times.knows(16) and times.knows(20) and not times.knows(30)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_what_is_verified_are_the_surest_prefixes(data: st.DataObject) -> None:
+    row = st.lists(st.floats(-3.0, 3.0), min_size=SIZE, max_size=SIZE)
+    raw = np.array(data.draw(st.lists(row, min_size=1, max_size=4)))
+    room = data.draw(st.lists(st.integers(1, SIZE), min_size=len(raw), max_size=len(raw)))
+    row_s = data.draw(st.sampled_from([0.0, 0.004]))
+    one, histories = scheduler(row_s, 0.003), [History() for _ in raw]
+    lengths, confidence = one.admit(raw, room, histories, len(raw))
+    survival: Floats = np.cumprod(np.minimum(confidence, 0.995), 1)
+    taken = [survival[i, j] for i, length in enumerate(lengths) for j in range(length)]
+    left = [survival[i, j] for i, length in enumerate(lengths) for j in range(length, room[i])]
+    assert all(length <= most for length, most in zip(lengths, room, strict=True))
+    assert min(taken, default=1.0) >= max(left, default=0.0)
+    assert lengths == room or row_s
+
+
+def test_rows_that_cost_nothing_are_all_verified_and_dear_ones_are_not() -> None:
+    for row_s, many in ((0.0, True), (0.02, False)):
+        one, histories = scheduler(row_s, 0.001), [History() for _ in range(8)]
+        found = step(one, histories, dict.fromkeys(range(8), [0.5] * SIZE), dict.fromkeys(range(8), 1))
+        assert (sum(found) == 8 * SIZE) == many
+
+
+def test_a_request_that_drafts_do_not_help_is_left_out_beside_one_that_they_do() -> None:
+    """By its confidences, or where they say too much by its own acceptance."""
+    for doubtful in (UNSURE, SURE):
+        one, histories = scheduler(0.001, 0.002), [History(), History()]
+        found = [step(one, histories, {0: SURE, 1: doubtful}, {0: SIZE, 1: 0}) for _ in range(60)]
+        assert sum(verified > 0 for verified, _ in found) > 50
+        assert sum(verified > 0 for _, verified in found[20:]) < 10
+
+
+def test_it_notices_rarely_but_surely_that_drafting_pays_again() -> None:
+    one, histories = scheduler(0.001, 0.006), [History()]
+    found = [step(one, histories, {0: UNSURE}, {0: 0}) for _ in range(400)]
+    num_tries = sum(verified >= 0 for (verified,) in found[20:])
+    assert 1 <= num_tries <= 10
+    found = [step(one, histories, {0: SURE}, {0: SIZE}) for _ in range(400)]
+    assert sum(verified > 0 for (verified,) in found) > 200
+
+
+def test_times_that_nobody_knows_are_found_out() -> None:
+    one, histories = Scheduler("scheduled", np.ones(SIZE)), [History() for _ in range(3)]
+    for _ in range(20):
+        found = step(one, histories, dict.fromkeys(range(3), UNSURE), dict.fromkeys(range(3), 0))
+        num_blocks = sum(verified >= 0 for verified in found)
+        one.took(num_blocks, 0.01, 3 + sum(max(verified, 0) for verified in found), 0.01)
+    assert one.verify_times.knows(3) and one.verify_times.knows(18) and one.draft_times.knows(3)
+
+
+def test_fixed_drafts_for_all_that_have_room_and_off_for_none() -> None:
+    histories = [History() for _ in range(3)]
+    fixed, off = (scheduler(1.0, 1.0, mode) for mode in ("fixed", "off"))
+    assert fixed.choose(histories, [5, 0, 1]) == [0, 2]
+    assert fixed.admit(np.array([UNSURE, UNSURE]), [5, 1], histories[::2], 3)[0] == [5, 1]
+    assert off.choose(histories, [5, 5, 5]) == []
+
+
+def test_a_history_is_what_was_dumped_of_it() -> None:
+    one, history = scheduler(0.0, 0.001), History()
+    for num_right in range(12):
+        step(one, [history], {0: [float(num_right)] * SIZE}, {0: num_right % SIZE})
+    numbers = history.dump()
+    again = History.load(numbers, SIZE)
+    assert again.dump() == numbers
+    assert one.choose([again], [SIZE]) == [0]
+    for wrong in (numbers[:2], numbers[:-1], [*numbers[:3], float("nan"), *numbers[4:]], [-1.0, *numbers[1:]]):
+        with pytest.raises(ValueError, match="history"):
+            History.load(wrong, SIZE)
