@@ -57,12 +57,18 @@ class DraftAttention(Attention):
         window = window_values(ring[before.rows.flatten()]).view(num, -1, dim)
         block = window_values(kv[: layout.num_rows]).view(num, length, dim)
         key_sets = [
-            KeySet(window.repeat_interleave(length, 0), before.bias.repeat_interleave(length, 0)),
-            KeySet(block.repeat_interleave(length, 0), torch.zeros(layout.num_rows, length, device=q.device)),
+            KeySet(self._shared(window, length), before.bias.repeat_interleave(length, 0)),
+            KeySet(self._shared(block, length), torch.zeros(layout.num_rows, length, device=q.device)),
         ]
         rows, scale = slice(layout.num_rows), self.config.head_dim**-0.5
         out = sparse_attend(q[rows], (), key_sets, self.sink, scale, rotation.of(rows), self.round)
         return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, layout.padded - layout.num_rows))
+
+
+    @staticmethod
+    def _shared(keys: torch.Tensor, length: int) -> torch.Tensor:
+        """`keys` [segments, num_keys, dim] for each of the `length` rows of a segment."""
+        return keys.unsqueeze(1).expand(-1, length, -1, -1)
 
 
 class Drafter:

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kernels.ops.dispatch import by_device
@@ -16,12 +17,19 @@ from kernels.ops.rope import Rotation, rotate_
 from kernels.ops.rounding import Rounding
 
 PICK_TILE = 64  # picks per key set of a product
-_ROWS = 128  # of one pass
+_ROWS = 128  # of one pass, about
 _LOWEST = -1e30  # where the running maximum starts, so that a query without any key gives zeros
 
 
+Array = npt.NDArray[np.float32]
+
+
 class KeySet(NamedTuple):
-    """`keys` [rows, num_keys, dim] fp32, and `bias` [rows, num_keys]: 0 for a key that is there, -inf for none."""
+    """`keys` [rows, num_keys, dim] fp32, and `bias` [rows, num_keys]: 0 for a key that is there, -inf for none.
+
+    Keys of rows that follow one another in segments may be [segments, length, num_keys, dim], a view in which rows
+    share memory: then nothing is copied for them.
+    """
 
     keys: torch.Tensor
     bias: torch.Tensor
@@ -68,11 +76,12 @@ Source = Keys | KeySet | Sequence[KeySet]
 def sliding(run: torch.Tensor, window: Window) -> Source:
     """The keys of each row in position order, its own last: `run` [num, size - 1 + length, ..] of `window_rows`.
 
-    Windows of one segment overlap: here a view of the run, not copies.
+    Windows of one segment overlap: here a view of the run, copied only for many long segments.
     """
     num, length, dim = window.num, run.shape[1] - window.size + 1, run.shape[2]
     view = run.as_strided((num, length, window.size, dim), (run.shape[1] * dim, dim, dim, 1))
-    return KeySet(view.reshape(num * length, window.size, dim), window.bias)
+    is_shared = num > 1 and 1 < length <= _ROWS
+    return KeySet(view if is_shared else view.reshape(num * length, window.size, dim), window.bias)
 
 
 @by_device
@@ -111,18 +120,20 @@ def attend(
     """
     if len(q) > _ROWS:  # the scores of so many stay in a cache
         parts = []
-        for start in range(0, len(q), _ROWS):
-            rows = slice(start, start + _ROWS)
-            some = [KeySet(keys[rows], bias[rows]) for keys, bias in key_sets]
+        length = max((keys.shape[1] for keys, _ in key_sets if keys.dim() == 4), default=1)
+        step = max(_ROWS // length, 1) * length
+        for start in range(0, len(q), step):
+            rows = slice(start, start + step)
+            some = [KeySet(_part(keys, rows), bias[rows]) for keys, bias in key_sets]
             parts.append(attend(q[rows], some, sink, scale, rounding))
         return torch.cat(parts)
     scaled = q.numpy() * np.float32(scale)
     scores, values = [], []
     for keys, bias in key_sets:
         values.append(keys.numpy())
-        score = np.matmul(scaled, values[-1].transpose(0, 2, 1))  # [rows, heads, num_keys]
-        score += bias.numpy()[:, None]
-        scores.append(torch.from_numpy(score))
+        product = _product(scaled, values[-1].swapaxes(-1, -2))  # [rows, heads, num_keys]
+        product += bias.numpy()[:, None]
+        scores.append(torch.from_numpy(product))
     top = scores[0].amax(-1, keepdim=True)
     for other in scores[1:]:
         top = torch.maximum(top, other.amax(-1, keepdim=True))
@@ -133,10 +144,23 @@ def attend(
         weights = score.sub_(top)
         np.exp(array := weights.numpy(), out=array)
         total = total + weights.sum(-1, keepdim=True)
-        part = torch.from_numpy(np.matmul(rounding(weights).numpy(), value))
+        part = torch.from_numpy(_product(rounding(weights).numpy(), value))
         out = part if out is None else out.add_(part)
     assert out is not None
     return rounding(out.div_(total))
+
+
+def _part(keys: torch.Tensor, rows: slice) -> torch.Tensor:
+    """Those of some rows, whole segments where there are any."""
+    length = keys.shape[1] if keys.dim() == 4 else 1
+    return keys[rows.start // length : rows.stop // length]
+
+
+def _product(rows: Array, matrices: Array) -> Array:
+    """`rows` [rows, heads, k], each with its own of `matrices` [rows, k, n] or [segments, length, k, n]."""
+    parts = rows if matrices.ndim == 3 else rows.reshape(*matrices.shape[:2], *rows.shape[1:])
+    found: Array = np.matmul(parts, matrices)
+    return found.reshape(*rows.shape[:2], -1)
 
 
 @by_device

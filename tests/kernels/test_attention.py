@@ -93,7 +93,20 @@ def test_windows_slide_over_a_run() -> None:
     window = Window(2, 4, torch.tensor([0, 1, 2, 3, 0, 0]))
     keys = sliding(run, window)
     assert isinstance(keys, KeySet)
-    assert keys.keys[:, :, 0].tolist() == [[*range(start, start + 4)] for start in (0, 1, 2, 6, 7, 8)]
+    rows = keys.keys.reshape(6, 4, 2)[:, :, 0]  # a row is a view of the run
+    assert keys.keys.data_ptr() == run.data_ptr()
+    assert rows.tolist() == [[*range(start, start + 4)] for start in (0, 1, 2, 6, 7, 8)]
     assert (keys.bias == -torch.inf).sum(1).tolist() == [0, 1, 2, 3, 0, 0]
-    named = torch.where(keys.bias == 0, keys.keys[:, :, 0].long(), -1)
+    named = torch.where(keys.bias == 0, rows.long(), -1)
     assert torch.equal(window.named, named)
+
+
+@pytest.mark.parametrize(("num", "length"), [(2, 6), (50, 5), (2, 130)])
+def test_rows_that_share_their_keys_have_the_bits_of_copies(num: int, length: int) -> None:
+    generator = torch.Generator().manual_seed(length)
+    run = torch.randn(num, 31 + length, 64, generator=generator)
+    q, sink = torch.randn(num * length, 4, 64, generator=generator), torch.zeros(4)
+    source = sliding(run, Window(num, 32, torch.zeros(num * length, dtype=torch.int64)))
+    assert isinstance(source, KeySet)
+    copied = KeySet(source.keys.reshape(num * length, 32, 64).contiguous(), source.bias)
+    assert torch.equal(attend(q, [source], sink, 0.125, keep), attend(q, [copied], sink, 0.125, keep))

@@ -109,7 +109,7 @@ def _joined(source: KeySet | Sequence[KeySet]) -> Keys | None:
     key_sets = [source] if isinstance(source, KeySet) else source
     if not key_sets:
         return None
-    keys = torch.cat([keys for keys, _ in key_sets], 1)
+    keys = torch.cat([keys.flatten(0, 1) if keys.dim() == 4 else keys for keys, _ in key_sets], 1)
     bias = torch.cat([bias for _, bias in key_sets], 1)
     number = torch.arange(bias.numel(), device=bias.device).view(bias.shape)
     return Keys(keys.flatten(0, 1), torch.where(bias == 0, number, -1))
