@@ -1,4 +1,4 @@
-"""Between two steps of decode: what it still does for a request whose client has left, and what it does not wait for."""
+"""Between two steps of decode: what it still does for a client that has left, and what it does not wait for."""
 
 from __future__ import annotations
 
