@@ -35,6 +35,14 @@ tracer = trace.get_tracer("shoal")
 SILENCE_S = 5.0
 """A request without an event for so long is asked after."""
 
+MAX_GATHERED = 1 << 21
+"""Logprobs in answers that are not given out yet, of all requests: some 500 MB."""
+
+TOO_MANY = Failure(
+    code=Code.OVERLOADED,
+    message="too many logprobs to keep until their answers end: ask for fewer, or stream them (Chat Completions)",
+)
+
 RESEND_REQUESTS = 64
 """Requests in one question."""
 
@@ -180,6 +188,11 @@ class OpenRequest:
         last = self.session.fail(failure) if self.session else error_body(self.protocol, failure, self.id)
         return Outcome([*(items or []), last], True, status(failure), failure, "error", must_cancel)
 
+    @property
+    def num_gathered(self) -> int:
+        """Logprobs kept for the end of its answer."""
+        return self.session.num_gathered if self.session else 0
+
     def is_for(self, inbox: str) -> bool:
         """Whether its client listens there."""
         return isinstance(self.door, InboxDoor) and self.door.inbox == inbox
@@ -260,7 +273,8 @@ class OpenRequests:
     def apply(self, emitted: TokensEmitted, now_s: float) -> tuple[list[tuple[OpenRequest, Outcome]], list[str]]:
         """Give tokens and ends to the requests they are for: what became of each; and ids not open here.
 
-        Each of those is told once in SILENCE_S: tokens on their way when a request was cancelled are no news.
+        Each of those is told once in SILENCE_S: tokens on their way when a request was cancelled are no news. When more
+        than MAX_GATHERED logprobs are kept for the ends of answers, the request with most of them fails.
         """
         ends = {i: end for i, end in emitted.ends if not isinstance(end, Preempted)}  # of no entrypoint's requests
         start, cached, tokens = 0, dict(emitted.cached), emitted.tokens
@@ -279,6 +293,9 @@ class OpenRequests:
             elif i not in ends and now_s - self._strays.get(id, -SILENCE_S) >= SILENCE_S:
                 unknown.append(id)
             start = stop
+        if said and sum(request.num_gathered for request in self._by_id.values()) > MAX_GATHERED:
+            most = max(self, key=lambda request: request.num_gathered)
+            outcomes.append((most, most.fail(TOO_MANY, must_cancel=CancelReason.CLIENT)))
         if unknown:
             self._strays = {id: at for id, at in self._strays.items() if now_s - at < SILENCE_S}
             self._strays.update(dict.fromkeys(unknown, now_s))

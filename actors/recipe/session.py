@@ -47,6 +47,8 @@ class Session:
         self._request_id = request_id
         self._eos = converter.card.eos_token
         self._ragged = converter.ragged
+        self.num_gathered = 0  # logprobs, until the answer ends: Chat Completions streams keep none
+        self._gathers = prepared.protocol is Protocol.RESPONSES or not prepared.is_stream
         self._asks_logprobs = prepared.sampling.top_logprobs >= 0
         self._num_events = 0
         self._num_prompt_tokens = prepared.num_prompt_tokens
@@ -103,6 +105,8 @@ class Session:
             raise Refusal(Code.INTERNAL, message)
         pairs = list(zip(logprobs.top_tokens, logprobs.top, strict=True)) if logprobs else []
         num_top = len(pairs) // max(len(sampled), 1)
+        if self._gathers:
+            self.num_gathered += len(sampled) + len(pairs)
         return [
             (one, pairs[i * num_top : (i + 1) * num_top])
             for i, (token, one) in enumerate(zip(tokens, sampled, strict=True))

@@ -6,15 +6,19 @@ import json
 from typing import Any
 
 import pytest
+from opentelemetry.context import Context
 
+from actors.recipe import requests
 from actors.recipe.converter import Converter, Prepared
 from actors.recipe.fields import Refusal
 from actors.recipe.session import Session
+from actors.rules.emission import Emission
 from actors.rules.logprobs import cut, message_of
 from kernels.constraint import Logprobs
-from schemas.api import Protocol
+from schemas.api import Call, Protocol
+from schemas.bulk import Payload
 from schemas.failure import Code
-from schemas.request import FinishReason, TokenLogprobs
+from schemas.request import CancelReason, FinishReason, TokenLogprobs
 from tests.actors.bodies import CHAT, ID, MESSAGES, RESPONSES, prepare
 
 TEXT = "Hi é日🙂, naïve!"
@@ -112,6 +116,40 @@ def test_who_does_not_ask_is_told_nothing_and_who_asks_must_be_told(converter: C
     with pytest.raises(Refusal, match="logprobs") as refused:
         session.push(tokens)
     assert refused.value.failure.code is Code.INTERNAL
+
+
+class NoDoor:
+    def close(self) -> None:
+        pass
+
+
+def test_who_gathers_most_gives_way(converter: Converter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "MAX_GATHERED", 14)
+    opened = requests.OpenRequests()
+    asking = {
+        "stream": (CHAT, True, 3),
+        "much": (RESPONSES, True, 3),
+        "little": (CHAT, False, 0),
+        "none": (CHAT, False, -1),
+    }
+    for id, (protocol, is_stream, num_top) in asking.items():
+        fields = {"top_logprobs": num_top} if num_top > 0 else {}
+        fields |= {"logprobs": True} if protocol is CHAT and num_top >= 0 else {}
+        call = Call(
+            protocol=protocol, request_id=id, tenant="public", body=Payload(inline=b""), gateway="g0", stream_id=1
+        )
+        request = opened.begin(call, NoDoor(), Context(), 0.0)  # type: ignore[arg-type]
+        request.begin(converter, prepare(converter, protocol, stream=is_stream, **fields), 0)
+    tokens = converter.tokenizer.encode(TEXT)[:3]
+    failed = []
+    for index, token in enumerate(tokens):
+        emission = Emission("entrypoint/e0")
+        for id, (_, _, num_top) in asking.items():
+            emission.add(id, 1, index, [token], logprobs=said_of([token], num_top) if num_top >= 0 else None)
+        (message,) = emission.take()
+        outcomes, _ = opened.apply(message, 0.0)
+        failed.append([(request.id, outcome.must_cancel) for request, outcome in outcomes if outcome.is_last])
+    assert failed == [[], [], [("much", CancelReason.CLIENT)]], "15 of them: 4 a token of one, 1 of the other"
 
 
 # Stop strings
