@@ -91,6 +91,7 @@ class Actor:
         self._unsubscribes: list[Callable[[], Any]] = []
         self._crash: BaseException | None = None
         self._report_seq = 0
+        self._is_ready = False
         self._is_stopped = False
 
     # What a subclass says
@@ -134,6 +135,7 @@ class Actor:
             await self.on_start()
             await self.report_load()
             self.spawn(self._heartbeat())
+            self._is_ready = True
             ready()
             while True:
                 await self._wake.wait()
@@ -212,8 +214,11 @@ class Actor:
         handlers["report"] = (report_load(self.role), self._on_report_load)
 
         def on_delivery(delivery: Delivery) -> None:
-            known = handlers.get(delivery.subject.rpartition(".")[2])
-            if known is not None:
+            verb = delivery.subject.rpartition(".")[2]
+            known = handlers.get(verb)
+            if verb == "ping" and not self._is_ready:  # the mailbox waits: a start may take longer than the others do
+                self.spawn(self.bus.answer(delivery.reply, self._pong()))
+            elif known is not None:
                 self._enqueue(*known, delivery)
 
         prefix = f"shoal.{self.role}"
@@ -277,6 +282,9 @@ class Actor:
             self.wake()  # what waits behind a window whose receipts were lost goes out by time
 
     async def _on_ping(self, message: Ping, envelope: Envelope) -> Pong:
+        return self._pong()
+
+    def _pong(self) -> Pong:
         return Pong(role=self.role, id=self.id, incarnation=self.incarnation, num_queued=len(self._mailbox))
 
     async def _on_report_load(self, message: ReportLoad, envelope: Envelope) -> None:

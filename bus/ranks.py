@@ -17,14 +17,17 @@ from bus.subjects import (
     BEGIN_DECODE,
     BEGIN_PREFILL,
     BROKEN,
+    EXITED,
     EXPERTS,
     PLACE_DECODE,
     PLACE_PREFILL,
     STEP_DECODE,
     STEP_PREFILL,
+    Address,
     Subject,
 )
 from schemas.experts import ExpertsUsed, GroupBroken, PlaceExperts, RankStarted, StepWanted
+from schemas.liveness import ProcessExited
 from schemas.message import Message, Role
 
 log = logging.getLogger("shoal.group")
@@ -131,6 +134,19 @@ class Ranks:
             _PLACE[self._role]: self._on_place,
         }
 
+    def events(self, others: Mapping[Address[Any, Any], Handler]) -> Mapping[Address[Any, Any], Handler]:
+        """The actor's: `others`, and here, too, the ends of processes."""
+        if self._group is None:
+            return others
+        known = others.get(EXITED.all())
+
+        async def on_exited(exited: ProcessExited, envelope: Envelope) -> None:
+            if known is not None:
+                await known(exited, envelope)
+            await self._on_exited(exited, envelope)
+
+        return {**others, EXITED.all(): on_exited}
+
     async def start(self, engine: Engine) -> None:
         """Start the engine, which meets the others: they are told meanwhile, as they may still count on the last one.
 
@@ -187,6 +203,16 @@ class Ranks:
                 if id != self._id:
                     await self._bus.tell(subject.at(id), message)
             await asyncio.sleep(REPEAT_S)
+
+    async def _on_exited(self, exited: ProcessExited, envelope: Envelope) -> None:
+        """A process has ended: a group asleep would find out at its next step only that a rank was in it."""
+        assert self._group is not None
+        if self._member is not None and (
+            gone := [id for id in exited.ids(self._role) if id in self._group.ids and id != self._id]
+        ):
+            reason = f"{self._role} {gone[0]} has ended"
+            await self._tell_lost(reason)
+            raise GroupLost(reason)
 
     async def _tell_lost(self, reason: str) -> None:
         """Once: the group is of no use any more."""
@@ -246,5 +272,6 @@ class Ranks:
         try:
             places = [np.frombuffer(one, "<u2").astype(np.int64).reshape(member.size, -1) for one in place.places]
             await member.rearrange(place.version, places)
-        except ValueError as error:
-            log.error("%s %s: experts stay where they are: %s", self._role, self._id, error)
+        except ValueError as error:  # the others may have gone ahead: no plan after it would be carried out, either
+            await self._tell_lost(f"experts cannot be placed: {error}")
+            raise

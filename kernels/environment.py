@@ -14,4 +14,5 @@ def compute_environment(num_threads: int) -> dict[str, str]:
         "MKL_NUM_THREADS": str(num_threads),
         "OMP_WAIT_POLICY": "passive",
         "KMP_BLOCKTIME": "0",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # what a group's end means is said by us, in one line
     }

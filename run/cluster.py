@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kernels.config import ModelConfig
+from kernels.places import num_redundant
 from schemas.message import Role
 
 DEFAULT_CLUSTER = Path(__file__).parent / "clusters" / "laptop.toml"
@@ -23,6 +25,7 @@ OPTIONAL = SEEING | {Role.METADATA, Role.KVSTORE, Role.WRITER, Role.QUOTA, Role.
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _NOT_IDS = frozenset({"any", "all"})  # destinations of their own on the bus
 _KEYS = {"name": str, "actors": list, "threads": int, "slots": int, "ep": int, "redundant": int}
+_BOUNDS = {"threads": (1, 4096), "slots": (1, 65536), "ep": (1, 1024), "redundant": (0, 65536)}
 GROUPED = frozenset({Role.PREFILL, Role.DECODE})
 """Who can be in an expert-parallel group."""
 
@@ -121,7 +124,7 @@ def read_cluster(path: Path) -> tuple[ProcessSpec, ...]:
     for number, table in enumerate(tables, 1):
         _check_types(f"{path}: process {number}", table)
     num_computing = sum(
-        max(table.get("ep", 1), 1)
+        max(table.get("ep", 1), 1)  # read before it is checked
         for table in tables
         if any(str(actor).partition("/")[0] in COMPUTING for actor in table["actors"])
     )
@@ -172,9 +175,11 @@ def _process(where: str, table: dict[str, Any], share: int) -> ProcessSpec:
     name = table["name"]
     if not _NAME.fullmatch(name):
         raise ClusterError(f"{where}: name {name!r} may hold letters, digits, - and _ only")
-    for key, least in (("threads", 1), ("slots", 1), ("ep", 1), ("redundant", 0)):
+    for key, (least, most) in _BOUNDS.items():
         if table.get(key, least) < least:
             raise ClusterError(f"{where} ({name}): {key} must be at least {least}, not {table[key]}")
+        if table.get(key, least) > most:
+            raise ClusterError(f"{where} ({name}): {key} must be at most {most:,}, not {table[key]}")
     members = []
     for text in table["actors"]:
         if not isinstance(text, str):
@@ -215,6 +220,18 @@ def without_vision(specs: tuple[ProcessSpec, ...]) -> tuple[ProcessSpec, ...]:
     """The same cluster for a checkpoint that sees no images: a process that would only do that is not started."""
     kept = [replace(spec, members=tuple(m for m in spec.members if m.role not in SEEING)) for spec in specs]
     return tuple(spec for spec in kept if spec.members)
+
+
+def check_experts(specs: tuple[ProcessSpec, ...], config: ModelConfig) -> None:
+    """Raise ClusterError when the experts of a checkpoint do not go to the ranks of a group."""
+    groups = {spec.unit: spec.group for spec in specs if spec.group is not None}
+    for unit, group in groups.items():
+        for role in (*config.layers, *config.draft_stages):
+            try:
+                num_redundant(role.num_experts, len(group.ids), group.num_redundant)
+            except ValueError as error:
+                why = f"ep = {len(group.ids)}, redundant = {group.num_redundant}: {role.name} of SHOAL_MODEL: {error}"
+                raise ClusterError(f"{unit}: {why}") from None
 
 
 def parse_actors(texts: tuple[str, ...]) -> tuple[Member, ...]:

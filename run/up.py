@@ -29,7 +29,7 @@ from kernels.config import ConfigError, ModelConfig
 from kernels.shards import CheckpointError, read_shards
 from run.banner import banner
 from run.build import serving
-from run.cluster import Member, ProcessSpec
+from run.cluster import Member, ProcessSpec, check_experts
 from run.health import find_silent
 from run.home import Client, Home, Ready, Running, write_private
 from run.node import MISTAKE
@@ -263,7 +263,7 @@ def up(specs: tuple[ProcessSpec, ...], settings: Settings, console: Console, rea
     home = Home(settings.home)
     if ready_file is not None:
         _clear(ready_file, home)
-    _check(settings)
+    _check(settings, specs)
     _check_tenants(settings, specs, console)
     specs = serving(specs, settings)
     try:
@@ -297,12 +297,14 @@ def _clear(ready_file: Path, home: Home) -> None:
         ready_file.unlink(missing_ok=True)
 
 
-def _check(settings: Settings) -> None:
+def _check(settings: Settings, specs: tuple[ProcessSpec, ...]) -> None:
     """What would fail later, in some process, fails here and now. Raises SettingsError."""
     try:
         ModelCard.from_folder(settings.model)
         shards = read_shards(settings.model)
-        refuse(audit(ModelConfig.from_folder(settings.model), shards))
+        config = ModelConfig.from_folder(settings.model)
+        check_experts(specs, config)
+        refuse(audit(config, shards))
         shards.need_files()
         Keys.parse(settings.api_keys, settings.tenants())
     except (CardError, ConfigError, CheckpointError) as error:

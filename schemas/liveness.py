@@ -6,7 +6,8 @@ from schemas.message import Message, Role
 
 
 class Ping(Message, frozen=True):
-    """Answered by every actor from its mailbox, so an answer shows progress, not just an open socket."""
+    """Answered by every actor from its mailbox, so an answer shows progress, not just an open socket; while it starts,
+    which may be long, from beside it."""
 
 
 class Pong(Message, frozen=True):

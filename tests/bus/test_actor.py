@@ -13,6 +13,7 @@ from opentelemetry.sdk.trace import TracerProvider
 
 from bus.actor import Actor, Envelope, Handler
 from bus.bus import DEADLINE_HEADER, Bus, BusError, fail
+from bus.memory import MemoryBroker, MemoryWire
 from bus.subjects import CANCEL, EXITED, Address, Subject
 from schemas.failure import Code
 from schemas.liveness import ProcessExited
@@ -104,6 +105,34 @@ def test_messages_are_handled_in_order_and_flushed_once_per_burst(run_async: Run
         assert echo.flushed[-1] == 100
 
     on_stage(run_async, play)
+
+
+def test_who_takes_long_to_start_answers_pings_meanwhile(run_async: Run) -> None:
+    class Slow(Echo):
+        async def on_start(self) -> None:
+            is_starting.set()
+            await may_start.wait()
+
+    is_starting, may_start = asyncio.Event(), asyncio.Event()
+
+    async def main() -> None:
+        broker = MemoryBroker()
+        buses = [Bus(MemoryWire(broker)) for _ in range(2)]
+        for bus in buses:
+            await bus.open()
+        stage = Stage(actor := Slow("echo-1", buses[0]), buses[1])
+        starting = asyncio.create_task(stage.start())
+        await is_starting.wait()
+        asking = asyncio.create_task(ask(stage, "x"))
+        assert (await stage.ping()).incarnation == actor.incarnation
+        assert not starting.done() and not asking.done()
+        may_start.set()
+        await starting
+        await asking
+        assert (await stage.ping()).num_queued == 0
+        await stage.stop()
+
+    run_async(main())
 
 
 def test_wake_flushes_without_a_message(run_async: Run) -> None:

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from bus.actor import Handler
+from bus.actor import Envelope, Handler
 from bus.bus import Delivery, decoder
 from bus.ranks import REPEAT_S, REPORT_STEPS, GroupLost, GroupOf, Ranks
-from bus.subjects import BEGIN_DECODE, BROKEN, EXPERTS, PLACE_DECODE, STEP_DECODE, Subject
+from bus.subjects import BEGIN_DECODE, BROKEN, EXITED, EXPERTS, PLACE_DECODE, STEP_DECODE, Subject
 from run.virtual import run_virtual
 from schemas.experts import ExpertsUsed, GroupBroken, PlaceExperts, RankStarted, StepWanted
+from schemas.liveness import ProcessExited
 from schemas.message import Message, Role
 from tests.bus.members import Place, place
 
@@ -331,9 +332,36 @@ async def test_experts_are_placed_by_the_newest_plan_of_this_generation(
     first.member.may_move.set()
     await asyncio.sleep(1)
     assert first.member.version == 6 and first.is_idle and first.tasks[-2].cancelled()
-    await tell(13)  # of the wrong shape
-    await tell(14, places=b"\0")
-    assert first.member.version == 6 and first.is_idle
+
+
+def test_a_rank_that_cannot_carry_out_a_plan_ends_as_no_later_one_would_be_either() -> None:
+    async def scene(here: Place, first: Rank, second: Rank, said: list[tuple[str, Message]]) -> None:
+        place = PlaceExperts(generation=100, version=13, places=[b"\3\0\2\0\1\0\0\0"])
+        await second.bus.tell(PLACE_DECODE.at("d-0"), place)
+        await asyncio.sleep(1)
+        assert [type(message) for _, message in said] == [PlaceExperts, GroupBroken]
+
+    with pytest.raises(ValueError, match="no such places"):
+        played(scene)()
+
+
+@played
+async def test_a_process_that_ended_is_the_end_of_its_group(
+    here: Place, first: Rank, second: Rank, said: list[tuple[str, Message]]
+) -> None:
+    heard: list[ProcessExited] = []
+
+    async def known(exited: ProcessExited, envelope: Envelope) -> None:
+        heard.append(exited)
+
+    handler = first.ranks.events({EXITED.all(): known})[EXITED.all()]
+    for members in (["prefill/d-1", "decode/d-9"], ["decode/d-0"]):  # a rank's own is of an earlier life
+        await handler(ProcessExited(name="n", pid=1, members=members), ANY)
+    with pytest.raises(GroupLost, match="decode d-1 has ended"):
+        await handler(ProcessExited(name="n", pid=1, members=["recipe/r", "decode/d-1"]), ANY)
+    await asyncio.sleep(1)
+    assert len(heard) == 3
+    assert [type(message) for _, message in said] == [GroupBroken]
 
 
 def test_without_a_group_a_step_is_a_step() -> None:

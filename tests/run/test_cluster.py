@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from kernels.config import ModelConfig
 from run.build import serving
 from run.cluster import (
     DEFAULT_CLUSTER,
@@ -13,6 +14,7 @@ from run.cluster import (
     GroupPlace,
     Member,
     ProcessSpec,
+    check_experts,
     num_cores,
     parse_actors,
     read_cluster,
@@ -77,6 +79,7 @@ def test_threads_and_slots_can_be_set(tmp_path: Path) -> None:
         (GOOD.replace("decode/d0", 'decode/d0", "vision/v0'), 'there is no vision-balancer; add "vision-balancer/ID"'),
         (GOOD.replace("decode/d0", 'decode/d0", "gateway/g1'), "gateway/g0 and gateway/g1 would share one HTTP port"),
         (GOOD + "ep = 0\n", r"process 3 \(decode\): ep must be at least 1, not 0"),
+        (GOOD + f"ep = {10**20}\n", r"process 3 \(decode\): ep must be at most 1,024, not 10+"),
         (GOOD + "ep = 2\nredundant = -1\n", r"process 3 \(decode\): redundant must be at least 0, not -1"),
         (GOOD + "redundant = 1\n", r"process 3 \(decode\): redundant experts need a group; set ep to 2 or more"),
         (GOOD.replace("decode/d0", 'decode/d0", "decode/d1') + "ep = 2\n", "with ep, actors must be one"),
@@ -106,6 +109,14 @@ def test_a_group_is_a_process_for_each_rank(tmp_path: Path) -> None:
     assert [spec.unit for spec in specs] == ["group prefill/d0-0"] * 2 + ["group decode/d0-0"] * 3
     assert {spec.num_slots for spec in specs[2:]} == {5}
     assert {spec.num_threads for spec in specs} == {max(1, num_cores() // 5)}
+
+
+def test_experts_that_do_not_go_to_the_ranks_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    config = ModelConfig.from_folder(Settings.from_environment({}).model)  # 8 experts, 4 in draft stages
+    check_experts(read(tmp_path, GOOD + "ep = 2\nredundant = 4\n"), config)
+    error = r"group decode/d0-0: ep = 2, redundant = 5: mtp\.0 of SHOAL_MODEL: 4 experts"
+    with pytest.raises(ClusterError, match=error):
+        check_experts(read(tmp_path, GOOD + "ep = 2\nredundant = 5\n"), config)
 
 
 def test_a_rank_on_the_command_line() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bus.server import ServerConfig, find_server
 from bus.subjects import MAX_PUBLIC_BYTES
-from run.cluster import Member
+from run.cluster import GroupPlace, Member, parse_actors
 from schemas.message import Role
 
 ROOT = Path(__file__).parent.parent.parent
@@ -36,6 +36,21 @@ def test_every_role_is_in_one_service_with_a_health_check_of_all_its_actors() ->
         assert members[0].role == name
         roles += [member.role for member in members]
     assert sorted(roles) == sorted(set(Role) - {Role.EXPERT_BALANCER})
+
+
+def test_the_group_is_ranks_of_one_group_that_meet_at_the_first_one() -> None:
+    runs = [
+        line.strip()[1:-1].replace('"', "").split(", ")
+        for line in (ROOT / "compose.group.yaml").read_text().splitlines()
+        if line.strip().startswith("[node, decode")
+    ]
+    for rank, (_, member, *options) in enumerate(runs):
+        named = dict(zip(options[::2], options[1::2], strict=True))
+        place = GroupPlace.parse(
+            parse_actors((member,)), named["--ranks"], named["--meet"], int(named["--redundant"])
+        )
+        assert place == GroupPlace(("d-0", "d-1"), rank, "decode-0:7070", 2)
+    assert len(runs) == 2
 
 
 def test_who_reads_and_writes_blocks_sees_the_store() -> None:
