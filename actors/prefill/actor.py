@@ -88,7 +88,7 @@ class Prefill(Actor):
         return {**own, CANCEL_PREFILL: self._on_cancel, RESEND_PREFILL: self._on_resend, **self._ranks.handlers()}
 
     def events(self) -> Mapping[Address[Any, Any], Handler]:
-        return self.keeper.events()
+        return self._ranks.events(self.keeper.events())
 
     async def on_start(self) -> None:
         await self._ranks.start(self._engine)
