@@ -73,10 +73,12 @@ def experts(
         return
     began_s = time.monotonic()
     sizes, own_rows = _numbers("--ep", ep), _numbers("--rows", rows)
-    if min(*asdict(machine).values(), context, layers) <= 0 or machine.reached > 1 or min(redundant, seed) < 0:
-        raise SettingsError(
-            "sizes and speeds must be positive, --reached at most 1, --redundant and --seed not below 0"
-        )
+    for name, value in {**asdict(machine), "context": context, "layers": layers}.items():
+        most = 1.0 if name == "reached" else 1e9
+        if not 0 < value <= most:
+            raise SettingsError(f"--{name.replace('_', '-')} {value}: give a number above 0, and at most {most:g}")
+    if min(redundant, seed) < 0:
+        raise SettingsError(f"--redundant {redundant} --seed {seed}: give 0 or more")
     groups = [
         Group(size, max(own_rows), layers, redundant if size > 1 else 0, context, seed, Sizes(), machine)
         for size in sizes
@@ -123,7 +125,8 @@ def _record(file: Path) -> None:
 
     folder = Settings.from_environment().model
     try:
+        file.open("ab").close()  # what cannot be written is told before, not after
         found = record(folder, told=lambda task: print(task, file=sys.stderr))
     except (OSError, ValueError) as error:
-        raise SettingsError(str(error)) from None
+        raise SettingsError(f"--record {file}: {error}") from None
     file.write_bytes(msgspec.json.encode(found) + b"\n")

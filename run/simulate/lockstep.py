@@ -69,8 +69,7 @@ class Machine:
     """Of a layer: launches of its kernels, and twice the way through the network. An assumption."""
 
     read_gb_s: float = 5.0
-    """What a rank loads experts with that move, from the checkpoint: 3FS gives a node 40 GiB/s at best (spec/serving.md
-    K3)."""
+    """What a rank loads experts with that move, from the checkpoint: 3FS gives a node 40 GiB/s at best."""
 
     plan_ms: float = 220.0
     """What planning a layer that is uneven takes, as measured at EP 64 and 128."""
