@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from actors.rules.logprobs import KeptLogprobs, cut, num_likeliest
@@ -40,7 +41,11 @@ def _most_tokens(logprobs: TokenLogprobs) -> int:
 
 
 class Emission:
-    """A batch under construction for one destination; `take` gives the messages and starts anew."""
+    """A batch under construction for one destination; `take` gives the messages and starts anew.
+
+    What comes of a request while the batch waits joins what is there of it, except logprobs: one entry, so one event
+    at the client, however many steps it was.
+    """
 
     def __init__(self, source: str) -> None:
         self._source = source
@@ -51,8 +56,8 @@ class Emission:
         self._ids: list[str] = []
         self._epochs: list[int] = []
         self._firsts: list[int] = []
-        self._counts: list[int] = []
-        self._tokens: list[int] = []
+        self._tokens: list[list[int]] = []
+        self._open: dict[str, int] = {}  # entries that more may join, by request
         self._ends: list[tuple[int, LastWord]] = []
         self._cached: list[tuple[int, int]] = []
         self._logprobs: list[tuple[int, TokenLogprobs]] = []
@@ -80,6 +85,8 @@ class Emission:
             num_cached = 0
             logprobs = logprobs and cut(logprobs, most, len(tokens))
             first_index, tokens = first_index + most, tokens[most:]
+        if logprobs is None and not num_cached and self._join(request_id, epoch, first_index, tokens, end):
+            return
         size_bytes = _size_bytes(request_id, len(tokens), end)
         if logprobs is not None:
             size_bytes += _logprobs_bytes(logprobs)
@@ -92,11 +99,28 @@ class Emission:
             self._cached.append((len(self._ids), num_cached))
         if logprobs is not None and tokens:
             self._logprobs.append((len(self._ids), logprobs))
+        self._open.pop(request_id, None)
+        if logprobs is None and end is None:
+            self._open[request_id] = len(self._ids)
         self._ids.append(request_id)
         self._epochs.append(epoch)
         self._firsts.append(first_index)
-        self._counts.append(len(tokens))
-        self._tokens.extend(tokens)
+        self._tokens.append(list(tokens))
+
+    def _join(self, request_id: str, epoch: int, first_index: int, tokens: Sequence[int], end: LastWord | None) -> bool:
+        """Whether these went to the entry of this request, which they go on from."""
+        at = self._open.get(request_id)
+        if at is None or self._epochs[at] != epoch or self._firsts[at] + len(self._tokens[at]) != first_index:
+            return False
+        size_bytes = _size_bytes("", len(tokens), end)
+        if len(self._tokens[at]) + len(tokens) > MAX_TOKENS or self._num_bytes + size_bytes > MAX_BYTES:
+            return False
+        self._num_bytes += size_bytes
+        self._tokens[at].extend(tokens)
+        if end is not None:
+            self._ends.append((at, end))
+            del self._open[request_id]
+        return True
 
     def _close(self) -> None:
         if self._ids:
@@ -106,8 +130,8 @@ class Emission:
                     request_ids=self._ids,
                     epochs=self._epochs,
                     first_indexes=self._firsts,
-                    counts=self._counts,
-                    tokens=self._tokens,
+                    counts=[len(tokens) for tokens in self._tokens],
+                    tokens=list(chain.from_iterable(self._tokens)),
                     ends=self._ends,
                     cached=self._cached,
                     logprobs=self._logprobs,

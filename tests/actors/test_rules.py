@@ -12,7 +12,7 @@ from actors.rules.outbox import BACKLOG_TOKENS, Outbox
 from actors.rules.owner import EXPIRY_S, Members, choose
 from actors.rules.window import LIMIT, SILENCE_S, Window
 from schemas.failure import Code, Failure
-from schemas.request import Failed, Finished, FinishReason, Resend
+from schemas.request import Failed, Finished, FinishReason, Resend, TokenLogprobs
 
 STOP = Finished(reason=FinishReason.STOP)
 
@@ -72,6 +72,21 @@ class TestEmission:
         assert (message.cached, message.ends) == ([(1, 256)], [(2, STOP)])
         emission.add("c", 1, 0, [5])
         assert emission.take()[0].cached == []
+
+    def test_steps_that_wait_together_are_one_entry(self) -> None:
+        emission = Emission("decode/d0")
+        for step in range(3):
+            emission.add("a", 1, 2 * step, [step, step], STOP if step == 2 else None)
+            emission.add("b", step, step, [7])  # of another epoch each time: not the same holder's
+            emission.add("c", 1, 2 * step, [8])  # with gaps
+            emission.add("d", 1, step, [9], logprobs=TokenLogprobs(sampled=[-1.0]))
+        (message,) = emission.take()
+        entries = list(zip(message.request_ids, message.epochs, message.first_indexes, message.counts, strict=True))
+        assert [entry for entry in entries if entry[0] == "a"] == [("a", 1, 0, 6)]
+        assert message.tokens[:6] == [0, 0, 1, 1, 2, 2] and message.ends == [(0, STOP)]
+        assert len(entries) == 1 + 3 + 3 + 3 and len(message.logprobs) == 3
+        emission.add("a", 1, 6, [5])
+        assert emission.take()[0].first_indexes == [6], "what has left is joined by nothing"
 
     @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3 * MAX_TOKENS // 2)), max_size=6))
     def test_splitting_loses_nothing_and_keeps_order(self, adds: list[tuple[str, int]]) -> None:
