@@ -1,7 +1,8 @@
 """`shoal bench frontend`: gateway, recipe and entrypoint at work, with an engine that costs nothing.
 
-Real processes and a real broker; only the engine is simulated (`kernels.timed`, zero cost). Every token is an event of
-its own. The load comes from this process, which shares the cores with all it measures.
+Real processes and a real broker; only the engine is simulated (`kernels.timed`, zero cost). A step gives a request one
+token, or up to four with `--drafts`, and the tokens of a step are one event; those of several steps that had to wait
+for each other too. The load comes from this process, which shares the cores with all it measures.
 """
 
 from __future__ import annotations
@@ -38,33 +39,48 @@ from supervisors.tasks import Supervisor
 NUM_STREAMS = (1, 32, 128)
 NUM_TOKENS = {1: 4096, 32: 512, 128: 512}
 NUM_ROUNDS = 3
+MOST_ACCEPTED = 4
+ENGINE_NAME = "engine-"
+"""Of the node with the engines; behind it stands how many tokens a step gives at most."""
+
 FRONT = (Role.GATEWAY, Role.RECIPE, Role.ENTRYPOINT, Role.PREFILL_BALANCER, Role.DECODE_BALANCER)
 ENGINE = (Role.PREFILL, Role.DECODE)
 
 
-def bench_frontend(*, json: bool = False) -> None:
-    """Measure and print; with `json` one object, else a table."""
+def bench_frontend(*, json: bool = False, drafts: bool = False) -> None:
+    """Measure and print.
+
+    Parameters
+    ----------
+    json
+        Print one JSON object instead of a table.
+    drafts
+        Steps give one to four tokens of a request, not one.
+    """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        loads = runner.run(measure())
+        loads = runner.run(measure(most_accepted=MOST_ACCEPTED if drafts else 1))
     if json:
-        keys = ("events_per_s", "ttft_ms_p50", "ttft_ms_p99")
+        keys = ("tokens_per_s", "events_per_s", "ttft_ms_p50", "ttft_ms_p99")
         streams = {str(n): {key: round(getattr(load, key), 3) for key in keys} for n, load in loads.items()}
         print(json_module.dumps({"streams": streams}))
         return
-    table = Table("streams", "events/s", "TTFT p50 ms", "TTFT p99 ms", title="front end, one token per event")
+    title = f"front end, {f'one to {MOST_ACCEPTED} tokens' if drafts else 'one token'} per step"
+    table = Table("streams", "tokens/s", "events/s", "TTFT p50 ms", "TTFT p99 ms", title=title)
     for n, load in loads.items():
-        table.add_row(str(n), f"{load.events_per_s:,.0f}", f"{load.ttft_ms_p50:.1f}", f"{load.ttft_ms_p99:.1f}")
+        speeds = (f"{load.tokens_per_s:,.0f}", f"{load.events_per_s:,.0f}")
+        table.add_row(str(n), *speeds, f"{load.ttft_ms_p50:.1f}", f"{load.ttft_ms_p99:.1f}")
     Console().print(table)
 
 
-async def measure(num_streams: tuple[int, ...] = NUM_STREAMS) -> Mapping[int, Load]:
-    """The median round (by events/s) for each number of streams."""
+async def measure(num_streams: tuple[int, ...] = NUM_STREAMS, most_accepted: int = 1) -> Mapping[int, Load]:
+    """The median round (by tokens/s) for each number of streams."""
     with tempfile.TemporaryDirectory() as folder:
         server = EmbeddedServer(ServerConfig.write(Path(folder), port=0))
         await server.start()
         url = server.config.url(server.config.internal)
         port = _free_port()
-        programs = [_program("front", FRONT, url, port), _program("engine", ENGINE, url, port)]
+        engine = f"{ENGINE_NAME}{most_accepted}"
+        programs = [_program("front", FRONT, url, port), _program(engine, ENGINE, url, port)]
         children = [_process(program).child() for program in programs]
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         task = asyncio.create_task(Supervisor("bench", children).run(lambda: ready.set_result(None)))
@@ -85,7 +101,7 @@ async def _median(port: int, num_streams: int) -> Load:
         await run_load(LOOPBACK, port, "shoal-tiny", num_streams=num_streams, num_tokens=NUM_TOKENS[num_streams])
         for _ in range(NUM_ROUNDS + 1)
     ][1:]  # the first one warms up
-    return sorted(rounds, key=lambda load: load.events_per_s)[NUM_ROUNDS // 2]
+    return sorted(rounds, key=lambda load: load.tokens_per_s)[NUM_ROUNDS // 2]
 
 
 async def _until_all_answer(url: str) -> None:
@@ -116,19 +132,20 @@ def _free_port() -> int:
 
 def build_timed(member: Member, bus: Bus, bulk: Bulk, spec: ProcessSpec, settings: Settings) -> Actor:
     """As `run.build.build`, but with engines that cost nothing."""
+    most_accepted = int(spec.name.removeprefix(ENGINE_NAME)) if spec.name.startswith(ENGINE_NAME) else 1
     if member.role is Role.PREFILL:
         from actors.prefill.actor import Prefill
 
-        return Prefill(member.id, bus, bulk, free_engine(settings.model), MemoryFiles())
+        return Prefill(member.id, bus, bulk, free_engine(settings.model, most_accepted), MemoryFiles())
     if member.role is Role.DECODE:
         from actors.decode.actor import Decode
 
-        return Decode(member.id, bus, bulk, free_engine(settings.model))
+        return Decode(member.id, bus, bulk, free_engine(settings.model, most_accepted))
     return builders.build(member, bus, bulk, spec, settings)
 
 
-def free_engine(model: Path) -> TimedEngine:
-    """A timed engine at zero cost that never ends by itself and emits plain ASCII words: one token, one event."""
+def free_engine(model: Path, most_accepted: int) -> TimedEngine:
+    """A timed engine at zero cost that never ends by itself and emits plain ASCII words."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
@@ -146,7 +163,7 @@ def free_engine(model: Path) -> TimedEngine:
         space="timed",
         block_bytes=64,
     )
-    return TimedEngine(info, words)
+    return TimedEngine(info, words, most_accepted=most_accepted)
 
 
 def main() -> int:
