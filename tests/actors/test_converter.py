@@ -138,6 +138,8 @@ def test_the_least_an_answer_has(converter: Converter, protocol: Protocol) -> No
     assert prepare(converter, protocol).min_tokens == 0
     assert prepare(converter, protocol, min_tokens=9, **{most: 9}).min_tokens == 9
     assert prepare(converter, protocol, ignore_eos=True, min_tokens=2, **{most: 9}).min_tokens == 9
+    least = prepare(converter, protocol, min_tokens=3)
+    assert least.submit(Call(1, "g", protocol, Payload()), "rc", Payload(), "").limits.min_tokens == 3
     free = prepare(converter, protocol, ignore_eos=True)
     assert free.min_tokens == free.max_tokens > 1000
     few = refused(converter, protocol, json.dumps(body(protocol, min_tokens=10, **{most: 9})).encode())

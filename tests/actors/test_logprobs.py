@@ -8,7 +8,11 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
+import kernels.engine
+from actors.decode.slots import Generation
+from actors.entrypoint.shard import Shard
 from actors.rules.emission import MAX_BYTES, Emission, Held, resend_answer
 from actors.rules.logprobs import KeptLogprobs, cut, message_of
 from kernels.constraint import Logprobs
@@ -17,7 +21,7 @@ from run.simulator import RecordingBroker
 from run.virtual import run_virtual
 from schemas.failure import Code
 from schemas.request import Failed, Finished, FinishReason, Limits, Resend, Sampling, TokenLogprobs, TokensEmitted
-from tests.actors.builders import submit
+from tests.actors.builders import hand_over, submit
 from tests.actors.core import VOCABULARY, Core, core, info, quiet
 from tests.actors.test_lossy_bus import LossyBroker
 
@@ -93,6 +97,36 @@ def test_they_are_given_again_as_far_as_they_fit_and_are_kept() -> None:
     message = resend_answer("s", asked, lambda _: Held(4, range(900), STOP, kept))
     ((_, end),) = message.ends
     assert isinstance(end, Failed) and end.failure.code is Code.WORKER_LOST and message.counts == [0]
+
+
+def test_tokens_that_come_twice_are_passed_on_with_theirs_once() -> None:
+    shard = Shard("e0")
+    sampling = Sampling(temperature=0.0, top_p=1.0, seed=0, top_logprobs=2)
+    request = shard.submit(submit("a", sampling=sampling), 0.0)
+    assert request is not None
+    request.dispatch("p0", 0.0)
+    request.claim(request.epoch, "d0", 0.0)
+    news = []
+    for start, stop in ((0, 3), (1, 5)):
+        emission = Emission("decode/d0")
+        emission.add("a", request.epoch, start, range(start, stop), logprobs=some(start, stop, 2))
+        (message,) = emission.take()
+        news += shard.hear(message, 0.0).news
+    assert [(item.tokens, item.logprobs) for item in news] == [([0, 1, 2], some(0, 3, 2)), ([3, 4], some(3, 5, 2))]
+    asked = Resend(request_ids=["a"], first_indexes=[2], epochs=[0])
+    assert shard.resend(asked).logprobs == [(0, some(2, 5, 2))]
+
+
+def test_an_engine_is_told_and_tells_of_what_is_emitted() -> None:
+    """Of a request that came here behind 4 tokens of output."""
+    sampling = Sampling(temperature=0.5, top_p=0.9, seed=3, top_logprobs=1, logit_bias=((7, -2.0),))
+    offer = structs.replace(hand_over(num_tokens=30), num_output=4, sampling=sampling)
+    generation = Generation(structs.replace(offer, limits=Limits(max_tokens=20, min_tokens=6)))
+    assert generation.sampling == kernels.engine.Sampling(0.5, 0.9, 3, 26 + 6, 1, ((7, -2.0),))
+    assert generation.advance([8, 9, 1, 5], eos_token=1, max_tokens=1000) == [8, 9]
+    found = [Logprobs(-float(i), [(i, -i / 2)]) for i in range(4)]
+    assert generation.told(found, 2) == message_of(found[:2])
+    assert generation.logprobs is not None and generation.logprobs.get(5, 6) == message_of(found[1:2])
 
 
 def told(system: Core) -> dict[str, TokenLogprobs]:

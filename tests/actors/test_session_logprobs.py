@@ -18,7 +18,7 @@ from kernels.constraint import Logprobs
 from schemas.api import Call, Protocol
 from schemas.bulk import Payload
 from schemas.failure import Code
-from schemas.request import CancelReason, FinishReason, TokenLogprobs
+from schemas.request import CancelReason, Finished, FinishReason, TokenLogprobs
 from tests.actors.bodies import CHAT, ID, MESSAGES, RESPONSES, prepare
 
 TEXT = "Hi é日🙂, naïve!"
@@ -123,33 +123,59 @@ class NoDoor:
         pass
 
 
+def opened(converter: Converter, asking: dict[str, tuple[Protocol, dict[str, Any]]]) -> requests.OpenRequests:
+    """Requests that wait for tokens, by id."""
+    them = requests.OpenRequests()
+    for id, (protocol, fields) in asking.items():
+        call = Call(1, "g0", protocol, Payload(), request_id=id)
+        request = them.begin(call, NoDoor(), Context(), 0.0)  # type: ignore[arg-type]
+        request.begin(converter, prepare(converter, protocol, **fields), 0)
+    return them
+
+
 def test_who_gathers_most_gives_way(converter: Converter, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requests, "MAX_GATHERED", 14)
-    opened = requests.OpenRequests()
-    asking = {
-        "stream": (CHAT, True, 3),
-        "much": (RESPONSES, True, 3),
-        "little": (CHAT, False, 0),
-        "none": (CHAT, False, -1),
+    asking: dict[str, tuple[Protocol, dict[str, Any]]] = {
+        "stream": (CHAT, {"stream": True, "logprobs": True, "top_logprobs": 3}),
+        "much": (RESPONSES, {"stream": True, "top_logprobs": 3}),
+        "little": (CHAT, {"logprobs": True}),
+        "none": (CHAT, {}),
     }
-    for id, (protocol, is_stream, num_top) in asking.items():
-        fields = {"top_logprobs": num_top} if num_top > 0 else {}
-        fields |= {"logprobs": True} if protocol is CHAT and num_top >= 0 else {}
-        call = Call(
-            protocol=protocol, request_id=id, tenant="public", body=Payload(inline=b""), gateway="g0", stream_id=1
-        )
-        request = opened.begin(call, NoDoor(), Context(), 0.0)  # type: ignore[arg-type]
-        request.begin(converter, prepare(converter, protocol, stream=is_stream, **fields), 0)
-    tokens = converter.tokenizer.encode(TEXT)[:3]
-    failed = []
-    for index, token in enumerate(tokens):
+    them, failed = opened(converter, asking), []
+    for index, token in enumerate(converter.tokenizer.encode(TEXT)[:3]):
         emission = Emission("entrypoint/e0")
-        for id, (_, _, num_top) in asking.items():
-            emission.add(id, 1, index, [token], logprobs=said_of([token], num_top) if num_top >= 0 else None)
+        for id, (_, fields) in asking.items():
+            said = said_of([token], fields.get("top_logprobs", 0)) if id != "none" else None
+            emission.add(id, 1, index, [token], logprobs=said)
         (message,) = emission.take()
-        outcomes, _ = opened.apply(message, 0.0)
+        outcomes, _ = them.apply(message, 0.0)
         failed.append([(request.id, outcome.must_cancel) for request, outcome in outcomes if outcome.is_last])
     assert failed == [[], [], [("much", CancelReason.CLIENT)]], "15 of them: 4 a token of one, 1 of the other"
+
+
+def test_of_repeated_tokens_theirs_are_skipped(converter: Converter) -> None:
+    them = opened(converter, {"r": (CHAT, {"stream": True, "logprobs": True, "top_logprobs": 2})})
+    tokens, events = converter.tokenizer.encode(TEXT), []
+    said = said_of(tokens, 2)
+    for start, stop in ((0, 3), (1, 5), (0, len(tokens))):
+        emission = Emission("entrypoint/e0")
+        emission.add("r", 1, start, tokens[start:stop], logprobs=cut(said, start, stop))
+        (message,) = emission.take()
+        ((_, outcome),) = them.apply(message, 0.0)[0]
+        events += [json.loads(item) for item in outcome.items]
+    assert [entry["logprob"] for entry in logprobs_of(CHAT, events)] == said.sampled
+
+
+@pytest.mark.parametrize(("end", "reason"), [(None, CancelReason.STOP_SEQUENCE), (FinishReason.LENGTH, None)])
+def test_a_stop_string_cancels_what_has_not_ended(
+    converter: Converter, end: FinishReason | None, reason: CancelReason | None
+) -> None:
+    them = opened(converter, {"r": (CHAT, {"stop": ["!"]})})
+    emission = Emission("entrypoint/e0")
+    emission.add("r", 1, 0, converter.tokenizer.encode(TEXT), Finished(reason=end) if end else None)
+    (message,) = emission.take()
+    ((_, outcome),) = them.apply(message, 0.0)[0]
+    assert (outcome.is_last, outcome.reason, outcome.must_cancel) == (True, "stop", reason)
 
 
 # Stop strings
