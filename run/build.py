@@ -73,7 +73,8 @@ def build(member: Member, bus: Bus, bulk: Bulk, spec: ProcessSpec, settings: Set
             from actors.decode.actor import Decode
 
             engine, group = _engine(spec, settings)
-            return Decode(member.id, bus, bulk, engine, settings.snapshot_bytes, group)
+            tokenizer = settings.model / "tokenizer.json"
+            return Decode(member.id, bus, bulk, engine, settings.snapshot_bytes, group, tokenizer)
         case Role.METADATA:
             from actors.metadata.actor import Metadata
 

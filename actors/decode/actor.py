@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from msgspec import structs
@@ -13,6 +15,7 @@ from opentelemetry import trace
 from opentelemetry.trace import Span
 
 from actors.decode.blocks import Filling
+from actors.decode.grammar import Grammars
 from actors.decode.pressure import relieve
 from actors.decode.slots import Generation, Said, Slots
 from actors.rules.outbox import Outbox
@@ -62,11 +65,13 @@ class Decode(Actor):
         engine: Engine,
         snapshot_bytes: int = POOL_BYTES,
         group: GroupOf | None = None,
+        tokenizer: Path | None = None,
     ) -> None:
         super().__init__(id, bus)
         self._bulk = bulk
         self._engine = engine
         info = engine.info
+        self._grammars = Grammars(tokenizer, info.vocab_size, info.eos_token)
         self.slots = Slots(info.num_slots, info.capacity_tokens, info.max_tokens)
         self._arrivals: list[tuple[Generation, bytes, asyncio.Future[str]]] = []
         self._outbox = Outbox(f"{self.role}/{id}")
@@ -159,8 +164,10 @@ class Decode(Actor):
     async def _pull_and_claim(self, generation: Generation) -> Refused | None:
         offer = generation.offer
         state = await self._bulk.pull(offer.state, timeout_s=PULL_S)
-        if offer.num_output and offer.sampling.grammar:
-            generation.before = await output_before(self.bus, offer)
+        if offer.sampling.grammar:
+            output = await output_before(self.bus, offer) if offer.num_output else []
+            start = functools.partial(self._grammars.follow, offer.sampling.grammar, output)
+            generation.grammar = await self.bus.seams.run_beside(start)
         restored: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._arrivals.append((generation, state, restored))
         self._has_work.set()
@@ -186,6 +193,8 @@ class Decode(Actor):
             generation.is_in_engine = True
             try:
                 await self._engine.restore(generation.id, state)
+                if generation.grammar is not None:
+                    self._engine.constrain(generation.id, generation.grammar)
                 restored.set_result("")
             except StateError as error:
                 restored.set_result(str(error))
@@ -250,10 +259,7 @@ class Decode(Actor):
             generation.end = Preempted()
             log.warning(
                 "decode %s: no room is left, and %s makes way, the youngest of %d, with %d tokens of output",
-                self.id,
-                generation.id,
-                len(self.slots.running()) + 1,
-                generation.num_output,
+                *(self.id, generation.id, len(self.slots.running()) + 1, generation.num_output),
             )
         for generation, num_tokens in relief.grown:
             generation.num_reserved = num_tokens  # before anything can come in between
@@ -324,10 +330,10 @@ class Decode(Actor):
     def _fail(self, batch: list[Generation]) -> None:
         """A step of these failed: what the engine holds of them is good for nothing."""
         self._speak()
-        why = f"decode {self.id} could not go on with the request, or one computed with it"
         for generation in batch:
             generation.filling = None
             if generation.end is None:
+                why = generation.trouble or f"decode {self.id} could not go on with the request, or one beside it"
                 generation.end = Failed(failure=Failure(code=Code.INTERNAL, message=why))
                 first, epoch = generation.num_output, generation.epoch
                 self._outbox.add(generation.offer.entrypoint, generation.id, epoch, first, [], generation.end)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,34 +45,53 @@ class Unspelt:
                 allowed &= ~bits
 
 
-class Vocabularies:
-    """The tokens of a model, and the grammars over them that were lately asked for."""
+class Space:
+    """The tokens of a model, as text and as bits."""
 
     def __init__(self, path: Path, num_tokens: int, end_token: int) -> None:
-        """Takes about two seconds for 129,280 tokens: to be done beside the loop."""
+        """Takes about two seconds for 129,280 tokens."""
         texts, special = tokens(path, num_tokens)
         self.vocabulary = Vocabulary(texts, special, end_token)
+        self.tokenizer = self.vocabulary.tokenizer()
         self.special = frozenset(special)
         self.end_token = end_token
         self.num_words = -(-num_tokens // 32)
         self.end = _bits([end_token], num_tokens)
-        self._tokenizer = self.vocabulary.tokenizer()
+
+
+class Grammars:
+    """Those that the requests of a replica were lately to follow, compiled. From threads, too: what two of them begin
+    at once is done twice.
+    """
+
+    def __init__(self, path: Path | None, num_tokens: int, end_token: int) -> None:
+        """`path` is that of the tokenizer; it is read when the first grammar comes."""
+        self._path, self._num_tokens, self._end_token = path, num_tokens, end_token
         self._unspelt: dict[int, Unspelt] = {}
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
 
-    def follow(self, text: str) -> Grammar:
-        """A grammar at the start of an output. Takes milliseconds when it is new: to be done beside the loop.
+    @functools.cached_property
+    def _space(self) -> Space:
+        if self._path is None:
+            raise RuntimeError("a grammar is of no use without a tokenizer")
+        return Space(self._path, self._num_tokens, self._end_token)
 
-        Never raises: one that cannot be followed says so in `Grammar.error`.
+    def follow(self, text: str, output: Sequence[int] = ()) -> Grammar:
+        """A grammar behind an output. It takes milliseconds when it is new: to be done beside the loop.
+
+        One that cannot be followed says so in `Grammar.error`.
         """
-        compiled = self._compiled.pop(text, None) or follow(self._tokenizer, text)
+        space = self._space
+        compiled = self._compiled.pop(text, None) or follow(space.tokenizer, text)
         self._compiled[text] = compiled
         while len(self._compiled) > KEPT:
             self._compiled.popitem(last=False)
         for id in unspelt_of(text):
             if id not in self._unspelt:
-                self._unspelt[id] = Unspelt(self.vocabulary.tokens[id], self.vocabulary)
-        return Grammar(self, compiled, [self._unspelt[id] for id in unspelt_of(text)])
+                self._unspelt[id] = Unspelt(space.vocabulary.tokens[id], space.vocabulary)
+        grammar = Grammar(space, compiled, [self._unspelt[id] for id in unspelt_of(text)])
+        grammar.accept(output)
+        return grammar
 
 
 class Grammar:
@@ -81,9 +101,9 @@ class Grammar:
     `error` says why it cannot go on, once it cannot.
     """
 
-    def __init__(self, over: Vocabularies, start: LLMatcher, unspelt: Sequence[Unspelt]) -> None:
+    def __init__(self, space: Space, start: LLMatcher, unspelt: Sequence[Unspelt]) -> None:
         self.error = reason(start)
-        self._over = over
+        self._space = space
         self._start = start
         self._matcher = start.deep_copy()
         self._unspelt = unspelt
@@ -98,16 +118,16 @@ class Grammar:
             if draft is not None:
                 if not _has(rows[-1], draft):
                     break
-                if draft == self._over.end_token:
+                if draft == self._space.end_token:
                     has_ended = True
                 elif not has_ended:
                     self._matcher.consume_token(draft)
                     num_taken += 1
                     tail = self._behind(tail, draft)
-            row, error = (self._over.end, "") if has_ended else self._row(tail)
+            row, error = (self._space.end, "") if has_ended else self._row(tail)
             if error and not rows:
                 self.error = self.error or error
-                return np.empty((0, self._over.num_words), dtype=np.int32)
+                return np.empty((0, self._space.num_words), dtype=np.int32)
             if error:
                 break  # whether it gets there, and fails then, is for the model to say
             rows.append(row)
@@ -118,7 +138,7 @@ class Grammar:
         for token in tokens:
             if self._has_ended or self.error:
                 return
-            if token == self._over.end_token:
+            if token == self._space.end_token:
                 self._has_ended = True
             elif self._matcher.consume_token(token):
                 self._taken.append(token)
@@ -128,7 +148,7 @@ class Grammar:
 
     def _row(self, tail: bytes) -> tuple[Bits, str]:
         """What may come behind what the matcher has taken; or why that cannot be said."""
-        row: Bits = np.zeros(self._over.num_words, dtype=np.int32)
+        row: Bits = np.zeros(self._space.num_words, dtype=np.int32)
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         for unspelt in self._unspelt:
             unspelt.forbid(row, tail)
@@ -143,9 +163,9 @@ class Grammar:
             self._matcher.rollback(num)
 
     def _behind(self, tail: bytes, token: int) -> bytes:
-        if token in self._over.special:
+        if token in self._space.special:
             return b""
-        return (tail + self._over.vocabulary.tokens[token])[-MAX_TAIL:]
+        return (tail + self._space.vocabulary.tokens[token])[-MAX_TAIL:]
 
 
 def _bits(ids: Sequence[int], num_tokens: int) -> Bits:

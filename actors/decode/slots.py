@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from actors.decode.blocks import Filling
+from actors.decode.grammar import Grammar
 from actors.decode.outputs import OutputLength
 from actors.rules.emission import Held, resend_answer
 from actors.rules.load import STEP_TOKENS, DecodeLoad, expected_output, promised_room, promised_tokens
@@ -36,8 +37,8 @@ class Generation:
 
     `tokens` are those of its output that were made here, behind the offer's; `num_computed` of them are in the engine's
     caches: all but the one sampled last. `num_reserved`: tokens of room it has, or will have when it is in the engine.
-    `before`: its output before it came here, if it has a grammar, which has to know. `filling` is None when nothing is
-    to be stored of it, `logprobs` when it did not ask.
+    `grammar` says what its tokens may be, None for anything. `filling` is None when nothing is to be stored of it,
+    `logprobs` when it did not ask.
     """
 
     offer: HandOver
@@ -47,7 +48,7 @@ class Generation:
     num_computed: int = 0
     num_reserved: int = 0
     is_in_engine: bool = False
-    before: list[int] = field(default_factory=list)
+    grammar: Grammar | None = None
     filling: Filling | None = None
     end: LastWord | None = None
     ended_s: float = 0.0
@@ -58,6 +59,12 @@ class Generation:
     @property
     def id(self) -> str:
         return self.offer.request_id
+
+    @property
+    def trouble(self) -> str:
+        """Why it cannot go on, where that is for its grammar to say."""
+        error = "" if self.grammar is None else self.grammar.error
+        return f"the output cannot be kept to what was asked for: {error}" if error else ""
 
     @property
     def sampling(self) -> Sampling:

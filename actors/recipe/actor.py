@@ -19,6 +19,7 @@ from actors.recipe.fields import Refusal
 from actors.recipe.front import cancel_body, client_of, read_call, read_cancel
 from actors.recipe.images import files_of, split
 from actors.recipe.intake import Intake
+from actors.recipe.protocol import AT_ONCE
 from actors.recipe.requests import OpenRequest, OpenRequests, Outcome, refused, resends, resent, shard_of
 from actors.recipe.shards import Shards
 from actors.recipe.windows import Windows
@@ -53,8 +54,6 @@ WATCH_S = 1.0
 STOP_S = 0.5
 
 _OWNERS = (Role.ENTRYPOINT, Role.QUOTA)
-_AT_ONCE = (Protocol.MODELS, Protocol.COUNT_TOKENS, Protocol.CANCEL)
-"""What is answered without generation."""
 
 
 class Recipe(PublicActor):
@@ -121,10 +120,10 @@ class Recipe(PublicActor):
 
     def _begin(self, call: Call, envelope: Envelope, inbox: InboxDoor | None) -> None:
         """Start on a call, at once: a cancel right behind it must find it. Raises Refusal if it is one too many."""
-        if call.protocol not in _AT_ONCE:
+        if call.protocol not in AT_ONCE:
             self._open.check_free(call.request_id)
         self._intake.take(len(self._open), call.body.size_bytes)
-        if call.protocol in _AT_ONCE:
+        if call.protocol in AT_ONCE:
             self.spawn(self._answer(call, envelope, inbox))
             return
         door = inbox or GatewayDoor(call.gateway, self._writer.open(STREAM.at(call.gateway), call.stream_id))
@@ -172,8 +171,10 @@ class Recipe(PublicActor):
             with trace.use_span(request.span, end_on_exit=False):
                 with self._intake.working(call.body.size_bytes):
                     draft, images = await self._read(call, lambda: request.is_cancelled)
-                    prepared = self._converter.finish(draft, images, self.bus.seams.random.getrandbits(63))
-                    del draft  # with the files of its images
+                    seed, is_quick = self.bus.seams.random.getrandbits(63), self._converter.is_quick(draft)
+                    finish = functools.partial(self._converter.finish, draft, images, seed)
+                    prepared = finish() if is_quick else await self.bus.seams.run_beside(finish)
+                    del draft, finish  # with the files of its images
                 request.begin(self._converter, prepared, self.bus.seams.clock_ns() // 10**9)
                 await self._admit(request, call, prepared)
                 await self._submit(request, call, prepared)

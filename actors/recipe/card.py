@@ -41,12 +41,13 @@ class ModelCard:
     def capabilities(self) -> dict[str, Any]:
         """What the Anthropic SDK calls so, with all its keys: what it does not find it would stumble over."""
         yes, no = {"supported": True}, {"supported": False}
-        nothing = ("batch", "citations", "code_execution", "context_management", "pdf_input", "structured_outputs")
+        nothing = ("batch", "citations", "code_execution", "context_management", "pdf_input")
         efforts = dict.fromkeys(("low", "medium", "high", "xhigh", "max"), yes)
         thinking = {**dict.fromkeys(("adaptive", "disabled", "enabled"), yes), "between_tools": no}
         return {
             **dict.fromkeys(nothing, no),
             "image_input": {"supported": self.has_vision},
+            "structured_outputs": yes,
             "effort": {**yes, **efforts},
             "thinking": {**yes, "types": thinking},
             "server_tools": {**no, "code_execution": no, "web_search": no},

@@ -12,12 +12,15 @@ import deepseek_recipe as library
 import numpy as np
 import numpy.typing as npt
 import orjson
+from msgspec import structs
 
 from actors.recipe.card import CardError, ModelCard
 from actors.recipe.fields import Refusal
+from actors.recipe.grammar import Asked, Grammars
 from actors.recipe.images import Source, check_room, expand, number_of
 from actors.recipe.normalise import Normal, normalise, parse
 from actors.recipe.protocol import REQUESTS
+from actors.recipe.trial import Marks
 from actors.rules.vocabulary import ragged, vocabulary
 from schemas.api import Call, Protocol
 from schemas.bulk import Payload
@@ -36,6 +39,7 @@ class Draft:
     protocol: Protocol
     normal: Normal
     request: Any
+    asked: Asked
     tokens: npt.NDArray[np.uint32]
     images: list[Source]
     echo: Any = None
@@ -95,7 +99,7 @@ class Prepared:
 
 
 class Converter:
-    """One model's card with its tokenizer, loaded. Safe to call from a thread: it has no state.
+    """One model's card with its tokenizer, loaded. Safe to call from a thread: all it remembers is grammars.
 
     Raises CardError when the two do not agree.
     """
@@ -116,6 +120,8 @@ class Converter:
         )
         self._options = options.with_model_versions_by_name(names).with_special_tokens(special)
         self._user_token = self._id_of(special, library.SpecialToken.User)
+        ends = (library.SpecialToken.ThinkingEnd, library.SpecialToken.Dsml)
+        self.grammars = Grammars(Marks(*(self._id_of(special, token) for token in ends)))
         self.ragged = ragged(vocabulary(card.tokenizer_path))
 
     def _special_tokens(self) -> Any:
@@ -139,9 +145,15 @@ class Converter:
         """Parse, check, convert and encode. Raises Refusal."""
         normal = normalise(protocol, parse(body), self.card)
         request, echo, namespaces = self._convert(protocol, normal)
-        tokens = np.asarray(self._encode(request, len(body)), dtype="<u4")
-        images = self._in_order(request, normal.images)
-        return Draft(protocol, normal, request, tokens, images, echo, namespaces)
+        conversation = normal.form.conversation(request)
+        tokens = np.asarray(self._encode(conversation, len(body)), dtype="<u4")
+        images = self._in_order(conversation, normal.images)
+        asked = normal.form.asked(protocol, request)
+        return Draft(protocol, normal, request, asked, tokens, images, echo, namespaces)
+
+    def is_quick(self, draft: Draft) -> bool:
+        """Whether `finish` takes no time. Else it tries a grammar: milliseconds, at worst seconds."""
+        return self.grammars.is_known(draft.asked)
 
     def finish(self, draft: Draft, resolved: Sequence[ImageResolved], seed: int) -> Prepared:
         """The request, now that its images are known. `seed` is used where the client gave none. Raises Refusal."""
@@ -154,16 +166,18 @@ class Converter:
             raise Refusal(Code.CONTEXT_LENGTH, _message(error), _prompt_field(draft.protocol)) from None
         if normal.choice.logit_bias:
             normal.choice.check_tokens(self._num_tokens)
+        grammar = self.grammars.find(draft.asked)
+        sampling = normal.choice.sampling(request.inference_options, seed)
         return Prepared(
             protocol=draft.protocol,
             model=normal.model,
             prompt=prompt.tobytes(),
             num_prompt_tokens=len(prompt),
-            sampling=normal.choice.sampling(request.inference_options, seed),
+            sampling=structs.replace(sampling, grammar=grammar.text),
             max_tokens=max_tokens,
             min_tokens=normal.choice.least(max_tokens),
             is_stream=request.stream,
-            ignored=normal.ignored,
+            ignored=sorted({*normal.ignored, *grammar.ignored}),
             images=images,
             exact=normal.exact,
             branches=branches(prompt, self._user_token),
@@ -208,6 +222,10 @@ class Converter:
             if protocol is Protocol.RESPONSES:
                 echo = request.echo()
                 namespaces = request.namespace_tool_map(self._options)
+            if normal.form.must_call:
+                freely = REQUESTS[protocol](normal.form.freely(normal.body)).convert(self._options)
+                if freely.conversation.thinking_mode:
+                    return freely, echo, namespaces
             return request.convert(self._options), echo, namespaces
         except library.ConversionError as error:
             raise Refusal(Code.BAD_REQUEST, _message(error)) from None
@@ -226,21 +244,21 @@ class Converter:
         last: int = max([*read["model"]["vocab"].values(), *(token["id"] for token in read["added_tokens"])])
         return last + 1
 
-    def _in_order(self, request: Any, images: list[Source]) -> list[Source]:
+    def _in_order(self, conversation: Any, images: list[Source]) -> list[Source]:
         """The images as the prompt has them: tool results are put into the order of their calls."""
         if not images:
             return []
-        rendered = self._encoding.render_conversation(request.conversation)
+        rendered = self._encoding.render_conversation(conversation)
         numbers = [number_of(source.data_url) for source in rendered.image_sources]
         if sorted(numbers) != list(range(len(images))):
             lost = next((image.path for number, image in enumerate(images) if number not in numbers), "")
             raise Refusal(Code.BAD_REQUEST, f"{lost}: an image cannot stand here", lost)
         return [images[number] for number in numbers]
 
-    def _encode(self, request: Any, body_bytes: int) -> list[int]:
+    def _encode(self, conversation: Any, body_bytes: int) -> list[int]:
         limit = self.card.context_tokens
         if body_bytes > _BOUNDED_BYTES:
-            text_bytes = len(self._encoding.render_conversation(request.conversation).prompt.encode())
+            text_bytes = len(self._encoding.render_conversation(conversation).prompt.encode())
             least = text_bytes // self._longest_token_bytes
             if least > limit:
                 raise Refusal(
@@ -248,7 +266,7 @@ class Converter:
                     f"This model's maximum context length is {limit} tokens. However, your prompt has {text_bytes} "
                     f"bytes, which is at least {least} tokens. Please shorten it.",
                 )
-        return list(self._encoding.encode(request.conversation))
+        return list(self._encoding.encode(conversation))
 
 
 def branches(prompt: npt.NDArray[np.uint32], user_token: int) -> list[int]:

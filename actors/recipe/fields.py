@@ -59,11 +59,12 @@ _TOP_LOGPROBS = "0 to 20: how many of the likeliest tokens are named beside each
 _NO_PENALTY = "use temperature and top_p"
 _NO_CUT = "use top_p"
 _EXACT = "an extension; `true`: no cached block is read, and no layer is skipped for any token of the prompt"
-_STRICT = "arguments are not constrained to the schema yet"
+_STRICT = "the arguments satisfy the schema, or the request is refused; else a schema may be ignored"
+_CHOICE = "all; while the model thinks it calls once it has thought"
+_FORMAT = "`json_schema`: it satisfies the schema, or the request is refused"
 _OBFUSCATION = "there is none"
 _SUMMARY = "the reasoning itself is shown"
 _DETAIL = "every image gets the size that the model wants"
-_NO_CONSTRAINT = "output constraints are not enforced yet"
 
 _CHAT: dict[str, Field] = {
     "model": _honoured("the served name or an alias"),
@@ -83,13 +84,14 @@ _CHAT: dict[str, Field] = {
     "top_logprobs": _honoured(_TOP_LOGPROBS + "; with `logprobs`"),
     "logit_bias": _honoured("by the ids of the checkpoint's `tokenizer.json`, added before temperature"),
     "tools": _honoured("functions; calls are parsed from the output as the model writes them"),
-    "tool_choice": _honoured("`auto` and `none`; others are refused: " + _NO_CONSTRAINT),
+    "tool_choice": _honoured(_CHOICE),
+    "parallel_tool_calls": _honoured("`false`: one call at most"),
     "thinking": _honoured("`type`: enabled, disabled, adaptive (as enabled)"),
     "reasoning_effort": _honoured("`none` turns thinking off"),
-    "response_format": _honoured("`text`; others are refused: " + _NO_CONSTRAINT),
+    "response_format": _honoured("`text`, `json_object`, `regex` (an extension), " + _FORMAT),
     "stream_options.include_obfuscation": _ignored(_OBFUSCATION),
     "thinking.budget_tokens": _ignored(),
-    "tools[].function.strict": _ignored(_STRICT),
+    "tools[].function.strict": _honoured(_STRICT),
     "messages[].name": _ignored(),
     "messages[].refusal": _ignored(),
     "messages[].annotations": _ignored(),
@@ -115,7 +117,6 @@ _CHAT: dict[str, Field] = {
     "modalities": _refused(["text"]),
     "moderation": _refused(),
     "n": _refused(1, note="send it n times, with a seed each: their common prompt is computed once"),
-    "parallel_tool_calls": _refused(True),
     "prediction": _refused(),
     "presence_penalty": _refused(0, note=_NO_PENALTY),
     "repetition_penalty": _refused(1, note=_NO_PENALTY),
@@ -140,15 +141,16 @@ _RESPONSES: dict[str, Field] = {
     "top_logprobs": _honoured(_TOP_LOGPROBS + "; more than 0 asks for logprobs"),
     "include": _honoured("`message.output_text.logprobs`: " + _LOGPROBS + "; all else is ignored"),
     "tools": _honoured("functions, namespaces and custom `apply_patch`; others are refused"),
-    "tool_choice": _honoured("`auto` and `none`; others are refused: " + _NO_CONSTRAINT),
+    "tool_choice": _honoured(_CHOICE),
+    "parallel_tool_calls": _honoured("`false`: one call at most"),
     "reasoning": _honoured("`effort`"),
-    "text": _honoured("`format` text; others are refused: " + _NO_CONSTRAINT),
+    "text": _honoured("`format`: `text`, `json_object`, " + _FORMAT),
     "reasoning.context": _ignored(),
     "reasoning.generate_summary": _ignored(_SUMMARY),
     "reasoning.mode": _ignored(),
     "reasoning.summary": _ignored(_SUMMARY),
     "stream_options.include_obfuscation": _ignored(_OBFUSCATION),
-    "tools[].strict": _ignored(_STRICT),
+    "tools[].strict": _honoured(_STRICT),
     "input[].summary": _ignored("of reasoning items"),
     "input[].encrypted_content": _ignored("of reasoning items"),
     "content[].detail": _ignored(_DETAIL),
@@ -172,7 +174,6 @@ _RESPONSES: dict[str, Field] = {
     "image": _refused(),
     "max_tool_calls": _refused(),
     "moderation": _refused(),
-    "parallel_tool_calls": _refused(True),
     "previous_response_id": _refused(note="nothing is stored: send the whole input"),
     "prompt": _refused(),
     "text.verbosity": _refused("medium"),
@@ -194,13 +195,13 @@ _MESSAGES: dict[str, Field] = {
     "stop_sequences": _honoured("in the answer, not in the reasoning"),
     "thinking": _honoured("`type`: enabled, disabled, adaptive (as enabled)"),
     "tools": _honoured("client tools; server tools are refused"),
-    "tool_choice": _honoured("`auto` and `none`; others are refused: " + _NO_CONSTRAINT),
-    "output_config": _honoured("`effort`; `format` is refused: " + _NO_CONSTRAINT),
+    "tool_choice": _honoured(_CHOICE + "; `disable_parallel_tool_use`: one call at most"),
+    "output_config": _honoured("`effort`; `format`, " + _FORMAT),
     "output_config.task_budget": _ignored(),
     "thinking.block_binding": _ignored(),
     "thinking.budget_tokens": _ignored(),
     "thinking.display": _ignored("what the model thinks is always shown"),
-    "tools[].strict": _ignored(_STRICT),
+    "tools[].strict": _honoured(_STRICT),
     "content[].cache_control": _ignored("prefixes are found by their tokens"),
     "content[].caller": _ignored(),
     "content[].citations": _ignored(),
@@ -224,7 +225,6 @@ _MESSAGES: dict[str, Field] = {
     "mcp_servers": _refused([]),
     "output_format": _refused(),
     "thread": _refused(),
-    "tool_choice.disable_parallel_tool_use": _refused(False),
     "top_k": _refused(-1, 0, note=_NO_CUT),
 }
 

@@ -114,26 +114,26 @@ class Grammars:
         self._marks = marks
         self._found: OrderedDict[Asked, Grammar | Refusal] = OrderedDict()
 
-    def known(self, asked: Asked) -> Grammar | None:
-        """What `find` would say, where that takes no time. Raises Refusal."""
-        if asked.is_anything:
-            return Grammar("")
-        found = self._found.get(asked)
-        if isinstance(found, Refusal):
-            raise Refusal(found.failure.code, found.failure.message, found.failure.field)
-        return found
+    def is_known(self, asked: Asked) -> bool:
+        """Whether `find` takes no time."""
+        return asked.is_anything or asked in self._found
 
     def find(self, asked: Asked) -> Grammar:
         """The grammar of what is asked for, tried. Raises Refusal naming the field that cannot be had."""
-        if asked not in self._found:
+        if asked.is_anything:
+            return Grammar("")
+        found = self._found.get(asked)
+        if found is None:
             try:
-                self._found[asked] = self._try(asked)
+                found = self._try(asked)
             except Refusal as refusal:
-                self._found[asked] = refusal
+                found = refusal
+            self._found[asked] = found
             while len(self._found) > KEPT:
                 self._found.popitem(last=False)
-        found = self.known(asked)
-        return self.find(asked) if found is None else found
+        if isinstance(found, Refusal):
+            raise Refusal(found.failure.code, found.failure.message, found.failure.field)
+        return found
 
     def _try(self, asked: Asked) -> Grammar:
         if not self._why_not(asked):

@@ -10,6 +10,7 @@ import orjson
 
 from actors.recipe.card import ModelCard
 from actors.recipe.fields import Refusal, check
+from actors.recipe.form import Form, take_form
 from actors.recipe.images import Source, take_images
 from actors.recipe.parts import check_parts
 from actors.recipe.sampling import Choice, boolean, take_choice
@@ -27,6 +28,7 @@ class Normal:
     model: str
     ignored: list[str]
     choice: Choice
+    form: Form
     exact: bool
     images: list[Source]
 
@@ -64,6 +66,7 @@ def normalise(protocol: Protocol, value: dict[str, Any], card: ModelCard) -> Nor
         model=model,
         ignored=sorted(set(ignored)),
         choice=choice,
+        form=take_form(protocol, body),
         exact=boolean(body.pop("exact", False), "exact"),
         images=images,
     )
@@ -88,40 +91,20 @@ def _correct_chat(body: dict[str, Any]) -> list[str]:
             if message.pop("name", None) is not None:
                 ignored.append("messages[].name")
         body["messages"] = messages
-    _refuse_format(body.get("response_format"), "response_format")
-    for tool in _dicts(body.get("tools")):
-        function = tool.get("function")
-        if isinstance(function, dict) and function.get("strict"):
-            ignored.append("tools[].function.strict")
-    _refuse_choice(body.get("tool_choice"))
     return ignored
 
 
 def _correct_responses(body: dict[str, Any]) -> list[str]:
-    ignored: list[str] = []
-    text = body.get("text")
-    if isinstance(text, dict):
-        _refuse_format(text.get("format"), "text.format")
     for tool in _dicts(body.get("tools")):
         if tool.get("type") not in ("function", "namespace", "custom"):
             raise Refusal(Code.UNSUPPORTED, f"tools: the type {tool.get('type')!r} is not supported", "tools")
-        if tool.get("strict"):
-            ignored.append("tools[].strict")
-    _refuse_choice(body.get("tool_choice"))
-    return ignored
+    return []
 
 
 def _correct_messages(body: dict[str, Any]) -> list[str]:
-    ignored: list[str] = []
-    config = body.get("output_config")
-    if isinstance(config, dict):
-        _refuse_format(config.get("format"), "output_config.format")
     if isinstance(body.get("tools"), list):
         body["tools"] = [_without_custom(tool) if isinstance(tool, dict) else tool for tool in body["tools"]]
-        if any(tool.get("strict") for tool in _dicts(body["tools"])):
-            ignored.append("tools[].strict")
-    _refuse_choice(body.get("tool_choice"))
-    return ignored
+    return []
 
 
 _CORRECTIONS = {
@@ -135,20 +118,6 @@ _CORRECTIONS = {
 def _without_custom(tool: dict[str, Any]) -> dict[str, Any]:
     """A client tool may say so (`type: custom`); the library knows it only by the absence of a type."""
     return {key: value for key, value in tool.items() if key != "type"} if tool.get("type") == "custom" else tool
-
-
-def _refuse_format(value: Any, name: str) -> None:
-    kind = value.get("type") if isinstance(value, dict) else value
-    if kind not in (None, "text"):
-        message = f"{name} {kind!r} is not supported: output constraints are not enforced yet; ask for it in the prompt"
-        raise Refusal(Code.UNSUPPORTED, message, name)
-
-
-def _refuse_choice(value: Any) -> None:
-    kind = value.get("type") if isinstance(value, dict) else value
-    if kind not in (None, "auto", "none"):
-        message = f"tool_choice {kind!r} is not supported: output constraints are not enforced yet; use auto or none"
-        raise Refusal(Code.UNSUPPORTED, message, "tool_choice")
 
 
 def _refuse_documents(value: Any, name: str) -> None:

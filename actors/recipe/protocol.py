@@ -9,6 +9,9 @@ import deepseek_recipe as library
 from schemas.api import Protocol
 from schemas.request import FinishReason
 
+AT_ONCE = (Protocol.MODELS, Protocol.COUNT_TOKENS, Protocol.CANCEL)
+"""What is answered without generation."""
+
 REQUESTS: dict[Protocol, Any] = {
     Protocol.CHAT_COMPLETIONS: library.ChatCompletionRequest,
     Protocol.RESPONSES: library.ResponsesRequest,

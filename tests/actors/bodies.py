@@ -13,12 +13,12 @@ GENERATING = (CHAT, RESPONSES, MESSAGES)
 ID = "0123456789abcdef0123456789abcdef"
 
 
-def body(protocol: Protocol, text: str = "Hi", **fields: Any) -> dict[str, Any]:
+def body(protocol: Protocol, text: str = "Hi", /, **fields: Any) -> dict[str, Any]:
     given = {"input": text} if protocol is RESPONSES else {"messages": [{"role": "user", "content": text}]}
     return {"model": "tiny", **given, **fields}
 
 
-def prepare(converter: Converter, protocol: Protocol, text: str = "Hi", **fields: Any) -> Prepared:
+def prepare(converter: Converter, protocol: Protocol, text: str = "Hi", /, **fields: Any) -> Prepared:
     return prepared(converter, protocol, json.dumps(body(protocol, text, **fields)).encode())
 
 

@@ -174,28 +174,17 @@ def test_seeds_out_of_range(seed: Any) -> None:
         assert refused.value.failure.field == "seed"
 
 
-def test_constraints_are_refused_until_they_are_enforced() -> None:
-    for kind in ("json_object", "json_schema", "regex"):
-        for make, fields, name in (
-            (chat, {"response_format": {"type": kind}}, "response_format"),
-            (responses, {"text": {"format": {"type": kind}}}, "text.format"),
-            (messages, {"output_config": {"format": {"type": kind}}}, "output_config.format"),
-        ):
+def test_choices_of_tools_that_there_are_not() -> None:
+    for make in (chat, responses, messages):
+        for choice in ({"type": "allowed_tools"}, "sometimes", 7):
             with pytest.raises(Refusal) as refused:
-                make(**fields)
-            assert (refused.value.failure.code, refused.value.failure.field) == (Code.UNSUPPORTED, name)
-    for make, choice in (
-        (chat, "required"),
-        (chat, {"type": "function", "function": {"name": "f"}}),
-        (responses, "required"),
-        (messages, {"type": "any"}),
-        (messages, {"type": "tool", "name": "f"}),
-        (messages, {"type": "auto", "disable_parallel_tool_use": True}),
-    ):
-        with pytest.raises(Refusal, match="tool_choice"):
-            make(tool_choice=choice)
-    assert chat(response_format={"type": "text"}, tool_choice="auto").ignored == []
-    assert messages(tool_choice={"type": "auto"}).ignored == []
+                make(tool_choice=choice)
+            assert (refused.value.failure.code, refused.value.failure.field) == (Code.UNSUPPORTED, "tool_choice")
+    with pytest.raises(Refusal, match="disable_parallel_tool_use must be true or false"):
+        messages(tool_choice={"type": "auto", "disable_parallel_tool_use": 1})
+    for make in (chat, responses):
+        with pytest.raises(Refusal, match="parallel_tool_calls must be true or false"):
+            make(parallel_tool_calls="no")
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
@@ -228,14 +217,12 @@ def test_images_say_that_the_checkpoint_is_text_only() -> None:
 
 
 def test_what_is_ignored_inside() -> None:
-    function = {"name": "f", "strict": True, "parameters": {"type": "object", "properties": {}}}
     normal = chat(
-        tools=[{"type": "function", "function": function}],
         thinking={"type": "enabled", "budget_tokens": 1024},
         messages=[{"role": "user", "content": "x", "name": "bob"}],
         user="u",
     )
-    assert normal.ignored == ["messages[].name", "thinking.budget_tokens", "tools[].function.strict", "user"]
+    assert normal.ignored == ["messages[].name", "thinking.budget_tokens", "user"]
 
 
 def test_what_is_said_right_inside_a_field_has_rows_too() -> None:

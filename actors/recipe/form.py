@@ -1,0 +1,145 @@
+"""The form of an answer that a client insists on: what the official library loses of it, and all of it together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import deepseek_recipe as library
+import orjson
+
+from actors.recipe.calls import Tool
+from actors.recipe.fields import Refusal
+from actors.recipe.grammar import Asked
+from actors.recipe.sampling import boolean
+from schemas.api import Protocol
+from schemas.failure import Code
+
+OBJECT = {"type": "object"}
+
+_FORMAT = {Protocol.CHAT_COMPLETIONS: "response_format", Protocol.RESPONSES: "text.format"}
+_TOOLS = {Protocol.CHAT_COMPLETIONS: "tools[].function.parameters", Protocol.RESPONSES: "tools[].parameters"}
+_CHOICES = ("auto", "none", "required", "any", "function", "custom", "tool")
+
+
+@dataclass(frozen=True)
+class Form:
+    """`must_call`: a tool is to be called, that of the name `tool` if there is one. `is_single`: not more than one.
+
+    What the library does not know: `schema` is that of the answer, None for none, `strict` the names of such tools.
+    """
+
+    must_call: bool = False
+    tool: str = ""
+    is_single: bool = False
+    schema: Any = None
+    strict: frozenset[str] = frozenset()
+
+    def freely(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The same body for a model that chooses, of the same tools. While it thinks the library has no other way."""
+        tools = body.get("tools")
+        named = [tool for tool in tools if _name(tool) == self.tool] if isinstance(tools, list) and self.tool else []
+        choice = body["tool_choice"]
+        choice = {"type": "auto"} if isinstance(choice, dict) and choice.get("type") in ("any", "tool") else "auto"
+        return {**body, "tool_choice": choice, **({"tools": named} if named else {})}
+
+    def conversation(self, request: Any) -> Any:
+        """What is rendered: it tells the model of the schema."""
+        told = request.conversation
+        if self.schema is None:
+            return told
+        return library.Conversation(
+            told.messages,
+            thinking_mode=told.thinking_mode,
+            tools=told.tools,
+            tool_choice=told.tool_choice,
+            reasoning_effort=told.reasoning_effort,
+            response_schema=self.schema,
+        )
+
+    def asked(self, protocol: Protocol, request: Any) -> Asked:
+        """All that is asked for, with what the library made of the body. Raises Refusal."""
+        told, parsing = request.conversation, request.parsing_options
+        constraint = request.inference_options.output_constraint
+        kind, text = ("", "") if constraint is None else (constraint.kind, constraint.schema)
+        tools: tuple[Tool, ...] = ()
+        if kind.startswith("tool_call"):
+            functions = [tool["function"] for tool in orjson.loads(text)]
+            tools = tuple(
+                Tool(one["name"], _json(one["parameters"]), bool(one["strict"]) or one["name"] in self.strict)
+                for one in functions
+            )
+        schema = self.schema if self.schema is not None else told.response_schema
+        if told.response_format == "json_object":
+            schema = OBJECT
+        stage = parsing.thinking_initial_stage
+        asked = Asked(
+            thinks=stage is not None and stage.starts_in_reasoning(),
+            json=text if kind == "json" and text else "" if schema is None else _json(schema),
+            regex=told.response_regex or "",
+            tools=tools,
+            must_call=self.must_call and bool(tools),
+            is_in_calls=parsing.starts_in_tool_calls,
+            is_single=self.is_single,
+            format_field=_FORMAT.get(protocol, "output_config.format"),
+            tools_field=_TOOLS.get(protocol, "tools[].input_schema"),
+        )
+        if (asked.json or asked.regex) and any(message.prefix and message.content for message in told.messages[-1:]):
+            message = f"{asked.format_field} is not supported for an answer that has begun: leave out its prefix"
+            raise Refusal(Code.UNSUPPORTED, message, asked.format_field)
+        return asked
+
+
+def take_form(protocol: Protocol, body: dict[str, Any]) -> Form:
+    """What a body says of it; what the library would misread is taken out. Raises Refusal."""
+    choice, is_single = body.get("tool_choice"), False
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    if kind is not None and kind not in _CHOICES:
+        raise Refusal(Code.UNSUPPORTED, f"tool_choice {str(kind)[:64]!r} is not supported", "tool_choice")
+    if isinstance(choice, dict):
+        name = "tool_choice.disable_parallel_tool_use"
+        is_single = boolean(choice.get("disable_parallel_tool_use", False), name)
+    if protocol in _TOOLS:
+        is_single = not boolean(body.pop("parallel_tool_calls", True), "parallel_tool_calls")
+    return Form(
+        must_call=kind not in (None, "auto", "none"),
+        tool=_name(choice) if isinstance(choice, dict) else "",
+        is_single=is_single,
+        schema=None if protocol in _FORMAT else _take_schema(body),
+        strict=frozenset(_name(tool) for tool in _strict(body.get("tools"))),
+    )
+
+
+def _take_schema(body: dict[str, Any]) -> Any:
+    """That of Messages, which the library would pass over."""
+    config = body.get("output_config")
+    if not isinstance(config, dict) or config.get("format") is None:
+        return None
+    form = config["format"]
+    body["output_config"] = {name: value for name, value in config.items() if name != "format"}
+    name = "output_config.format"
+    if not isinstance(form, dict) or form.get("type") != "json_schema":
+        raise Refusal(Code.UNSUPPORTED, f"{name}: only the type 'json_schema' is supported", name)
+    if unknown := sorted(set(form) - {"type", "schema"}):
+        raise Refusal(Code.BAD_REQUEST, f"unknown field '{name}.{unknown[0][:64]}'", f"{name}.{unknown[0][:64]}")
+    if not isinstance(form.get("schema"), dict):
+        raise Refusal(Code.BAD_REQUEST, f"{name}.schema must be a JSON Schema", f"{name}.schema")
+    return form["schema"]
+
+
+def _strict(tools: Any) -> Iterator[Any]:
+    for tool in tools if isinstance(tools, list) else []:
+        if isinstance(tool, dict) and (tool.get("strict") is True):
+            yield tool
+
+
+def _name(tool: Any) -> str:
+    """Of a tool, or of the choice of one, in any of the protocols."""
+    inner = tool.get("function", tool) if isinstance(tool, dict) else None
+    name = inner.get("name") if isinstance(inner, dict) else None
+    return name if isinstance(name, str) else ""
+
+
+def _json(schema: Any) -> str:
+    return orjson.dumps(schema).decode()

@@ -1,0 +1,186 @@
+"""The form of an answer, from a body of any protocol to the grammar that goes along with the request."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actors.recipe.converter import Converter, Prepared
+from actors.recipe.fields import Refusal
+from actors.rules.grammars import unspelt_of
+from schemas.api import Protocol
+from schemas.failure import Code
+from tests.actors.bodies import CHAT, MESSAGES, RESPONSES, body, prepare
+from tests.actors.constrained import MARKS, text_of
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"], "additionalProperties": False}
+BAD = {"not": {}}
+THINK = {"thinking": {"type": "enabled"}}
+EFFORT = {"reasoning": {"effort": "high"}}
+
+
+def chat_tool(schema: Any = SCHEMA, name: str = "f", **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": schema, **more}}
+
+
+def responses_tool(schema: Any = SCHEMA, name: str = "f", **more: Any) -> dict[str, Any]:
+    return {"type": "function", "name": name, "parameters": schema, **more}
+
+
+def messages_tool(schema: Any = SCHEMA, name: str = "f", **more: Any) -> dict[str, Any]:
+    return {"name": name, "input_schema": schema, **more}
+
+
+TOOLS: dict[Protocol, Any] = {CHAT: chat_tool, RESPONSES: responses_tool, MESSAGES: messages_tool}
+FIELDS = {CHAT: "tools[].function.parameters", RESPONSES: "tools[].parameters", MESSAGES: "tools[].input_schema"}
+THINKING: dict[Protocol, Any] = {CHAT: THINK, RESPONSES: EFFORT, MESSAGES: THINK}
+
+
+def told(schema: Any, name: str = "x", **more: Any) -> dict[Protocol, dict[str, Any]]:
+    """A schema of the answer, in each protocol."""
+    return {
+        CHAT: {"response_format": {"type": "json_schema", "json_schema": {"name": name, "schema": schema, **more}}},
+        RESPONSES: {"text": {"format": {"type": "json_schema", "name": name, "schema": schema, **more}}},
+        MESSAGES: {"output_config": {"format": {"type": "json_schema", "schema": schema}}},
+    }
+
+
+FORMAT = {CHAT: "response_format", RESPONSES: "text.format", MESSAGES: "output_config.format"}
+
+
+def text(prepared: Prepared) -> str:
+    """Of its prompt."""
+    return text_of(np.frombuffer(prepared.prompt, dtype="<u4").tolist())
+
+
+def refused(converter: Converter, protocol: Protocol, **fields: Any) -> tuple[Code, str, str]:
+    with pytest.raises(Refusal) as refusal:
+        prepare(converter, protocol, "json", **fields)
+    failure = refusal.value.failure
+    return failure.code, failure.field, failure.message
+
+
+@pytest.mark.parametrize("protocol", [CHAT, RESPONSES, MESSAGES])
+def test_a_schema_of_the_answer(converter: Converter, protocol: Protocol) -> None:
+    prepared = prepare(converter, protocol, "Hi", **told(SCHEMA)[protocol])
+    grammar = prepared.sampling.grammar
+    assert '"required": ["a"]' in grammar
+    assert unspelt_of(grammar) == [MARKS.think_end]
+    assert f"<[{MARKS.think_end}]>" not in grammar
+    assert prepared.ignored == []
+    assert "## Response Format:" in text(prepared)
+    assert '"required": ["a"]' in text(prepared)
+    thinking = prepare(converter, protocol, "Hi", **told(SCHEMA)[protocol], **THINKING[protocol])
+    assert f"<[{MARKS.think_end}]> answer" in thinking.sampling.grammar
+    assert refused(converter, protocol, **told(BAD)[protocol])[:2] == (Code.UNSUPPORTED, FORMAT[protocol])
+    assert refused(converter, protocol, **told({"enum": []})[protocol])[:2] == (Code.BAD_REQUEST, FORMAT[protocol])
+
+
+def test_any_object_and_patterns(converter: Converter) -> None:
+    for protocol, fields in (
+        (CHAT, {"response_format": {"type": "json_object"}}),
+        (RESPONSES, {"text": {"format": {"type": "json_object"}}}),
+    ):
+        assert '"type": "object"}' in prepare(converter, protocol, "json", **fields).sampling.grammar
+    assert "/[0-9]+/" in prepare(converter, CHAT, response_format={"type": "regex", "regex": r"^\d+$"}).sampling.grammar
+    code, field, message = refused(converter, CHAT, response_format={"type": "regex", "regex": "(?=a)"})
+    assert (code, field) == (Code.UNSUPPORTED, "response_format") and "look-ahead" in message
+    begun = [{"role": "user", "content": "json"}, {"role": "assistant", "content": "{", "prefix": True}]
+    assert refused(converter, CHAT, messages=begun, **told(SCHEMA)[CHAT])[1] == "response_format"
+    assert refused(converter, MESSAGES, output_config={"format": {"type": "xml"}})[1] == "output_config.format"
+    odd = {"format": {"type": "json_schema", "schema": SCHEMA, "strict": True}}
+    assert refused(converter, MESSAGES, output_config=odd)[1] == "output_config.format.strict"
+
+
+@pytest.mark.parametrize("protocol", [CHAT, RESPONSES, MESSAGES])
+def test_tools_are_called_as_their_schemas_say(converter: Converter, protocol: Protocol) -> None:
+    tool = TOOLS[protocol]
+    prepared = prepare(converter, protocol, tools=[tool(), tool(name="g")])
+    grammar = prepared.sampling.grammar
+    assert unspelt_of(grammar) == list(MARKS)
+    assert "answer: text | " in grammar and 'invoke name=\\"g\\"' in grammar and " d call)*" in grammar
+    assert prepare(converter, protocol, tools=[tool()], tool_choice=choice(protocol, "none")).sampling.grammar == ""
+    loose = prepare(converter, protocol, tools=[tool(BAD | {"type": "object"}), tool(name="g")])
+    assert loose.ignored == [FIELDS[protocol]]
+    assert 'parameter name=\\"a\\"' in loose.sampling.grammar
+    strict = tool({"type": "object", **BAD}, "g", strict=True)
+    code, field, message = refused(converter, protocol, tools=[tool(), strict])
+    assert "'g'" in message or code is Code.BAD_REQUEST  # the library has its own word on strict schemas
+    assert field in ("", FIELDS[protocol].replace("[]", "[1]"))
+
+
+def choice(protocol: Protocol, name: str, **more: Any) -> Any:
+    """`auto`, `none`, `required`, or that of a tool."""
+    if name in ("auto", "none", "required"):
+        return {"type": name.replace("required", "any"), **more} if protocol is MESSAGES else name
+    if protocol is CHAT:
+        return {"type": "function", "function": {"name": name}}
+    return {"type": "tool" if protocol is MESSAGES else "function", "name": name, **more}
+
+
+@pytest.mark.parametrize("thinks", [False, True])
+@pytest.mark.parametrize("protocol", [CHAT, RESPONSES, MESSAGES])
+def test_a_tool_has_to_be_called(converter: Converter, protocol: Protocol, thinks: bool) -> None:
+    tool = TOOLS[protocol]
+    fields = {"tools": [tool(), tool(name="g")], **(THINKING[protocol] if thinks else {})}
+    for name, others in (("required", True), ("g", False)):
+        prepared = prepare(converter, protocol, tool_choice=choice(protocol, name), **fields)
+        grammar = prepared.sampling.grammar
+        assert "text" not in grammar.partition("\n\n")[0].replace("text:", "")
+        assert ('invoke name=\\"f\\"' in grammar) is others
+        assert ('"name": "f"' in text(prepared)) is others
+        opens = text(prepared).endswith("｜DSML｜ calls>\n")
+        assert opens is not ("calls>" in grammar.partition("section:")[0])
+        assert not (opens and thinks)
+    bad = tool({"type": "object", **BAD})
+    code, field, message = refused(converter, protocol, tools=[tool(), bad], tool_choice=choice(protocol, "required"))
+    assert code in (Code.UNSUPPORTED, Code.BAD_REQUEST)
+    assert refused(converter, protocol, tools=[tool()], tool_choice=choice(protocol, "unknown"))[0] is Code.BAD_REQUEST
+    assert prepare(converter, protocol, tool_choice=choice(protocol, "auto")).sampling.grammar == ""
+
+
+def test_one_call_at_most(converter: Converter) -> None:
+    for protocol, fields in (
+        (CHAT, {"parallel_tool_calls": False}),
+        (RESPONSES, {"parallel_tool_calls": False}),
+        (MESSAGES, {"tool_choice": choice(MESSAGES, "auto", disable_parallel_tool_use=True)}),
+        (MESSAGES, {"tool_choice": choice(MESSAGES, "required", disable_parallel_tool_use=True), **THINK}),
+    ):
+        assert " d call)*" not in prepare(converter, protocol, tools=[TOOLS[protocol]()], **fields).sampling.grammar
+
+
+def test_a_format_beside_tools(converter: Converter) -> None:
+    """Either: JSON as asked for, or calls."""
+    for fields in (told(SCHEMA)[CHAT], {"response_format": {"type": "json_object"}}):
+        grammar = prepare(converter, CHAT, "json", tools=[chat_tool()], **fields).sampling.grammar
+        assert "answer: format | " in grammar
+        assert "text:" not in grammar
+    messages = prepare(converter, MESSAGES, tools=[messages_tool()], **told(SCHEMA)[MESSAGES])
+    assert "answer: format | " in messages.sampling.grammar
+    assert "Response Format" in text(messages) and "Available Tool Schemas" in text(messages)
+
+
+def test_a_conversation_that_is_told_a_schema_is_else_the_same(converter: Converter) -> None:
+    history: list[dict[str, Any]] = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "t1", "name": "f", "input": {"a": "b"}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "c"}]},
+    ]
+    fields = {"messages": history, "system": "S", "tools": [messages_tool()], "max_tokens": 9, **THINK}
+    plain = text(prepare(converter, MESSAGES, **fields))
+    asked = text(prepare(converter, MESSAGES, **fields, **told(SCHEMA)[MESSAGES]))
+    begin = asked.index("\n\n## Response Format:")
+    assert asked[:begin] + asked[asked.index("<｜User｜>", begin) :] == plain
+
+
+def test_a_grammar_is_tried_once(converter: Converter) -> None:
+    schema = {"type": "object", "properties": {"only here": {"type": "null"}}}
+    raw = json.dumps(body(CHAT, "Hi", **told(schema)[CHAT])).encode()
+    draft = converter.read(CHAT, raw)
+    assert not converter.is_quick(draft)
+    converter.finish(draft, [], 7)
+    assert converter.is_quick(converter.read(CHAT, raw))
+    assert converter.is_quick(converter.read(CHAT, json.dumps(body(CHAT)).encode()))
