@@ -169,7 +169,7 @@ def test_who_made_way_waits_longer_than_who_is_new() -> None:
     async def main() -> None:
         async with core(0, 0, broker=broker) as system:
             await system.with_prefill("p0")
-            await system.with_decode("d0", StepCost(step_ns=400_000_000), capacity_tokens=768)
+            await system.with_decode("d0", StepCost(step_ns=800_000_000), capacity_tokens=768)
             for id in ("old", "young"):
                 await system.send(submit(id, 100, NUM_OUTPUT))
             await broker.has_preempted.wait()
@@ -340,6 +340,9 @@ def test_none_makes_way_before_another_cannot_go_on_without() -> None:
     assert relieve(list(slots)[:2], 0, 900) == Relief(waiting=[young])
     old.tokens += [5]
     assert relieve(list(slots)[:2], 0, 900) == Relief(grown=[(old, 256)], preempted=[young])
+    young.offer = structs.replace(young.offer, is_protected=True)
+    young.num_reserved = 620
+    assert relieve(list(slots)[:2], 0, 900) == Relief(waiting=[old])
 
 
 EVENTS = st.one_of(
