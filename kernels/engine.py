@@ -43,11 +43,13 @@ BLOCK_TOKENS = 128
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """A token is argmax(logits / temperature + Gumbel(seed, position)) after top-p; temperature 0 is greedy.
+    """A token is argmax(logits / temperature + Gumbel(seed, position)) after top-k, min-p and top-p, in this order;
+    temperature 0 is greedy.
 
     The end-of-sequence token is not sampled for positions before `first_end`. `top_logprobs`: how many of the likeliest
     tokens `Engine.logprobs` names beside the one sampled; -1: it is not asked. `logit_bias`: (token, what is added to
-    its logit), each token once.
+    its logit), each token once. `top_k`: of the likeliest so many, 0 of all; `min_p`: of those at least so many
+    times as likely as the likeliest.
     """
 
     temperature: float
@@ -56,6 +58,8 @@ class Sampling:
     first_end: int = 0
     top_logprobs: int = -1
     logit_bias: tuple[tuple[int, float], ...] = ()
+    top_k: int = 0
+    min_p: float = 0.0
 
 
 class Admission(Enum):

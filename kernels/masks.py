@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 
 from kernels.constraint import Bits
+from kernels.engine import Sampling
 
 NOTHING = -torch.inf
 
@@ -16,16 +18,14 @@ NOTHING = -torch.inf
 class Rows(NamedTuple):
     """The rows of logits of one request: `num` of them, the first for the token at `position`.
 
-    `allowed` are the bits of its constraint, one row each, None without one. Before `first_end` the end-of-sequence
+    `allowed` are the bits of its constraint, one row each, None without one. Before its `first_end` the end-of-sequence
     token is not allowed, but where a constraint allows nothing else: it knows best when there is nothing more to say.
-    `bias`: (token, what is added to its logit).
     """
 
     num: int
     position: int
-    first_end: int
+    sampling: Sampling
     allowed: Bits | None
-    bias: Sequence[tuple[int, float]] = ()
 
 
 @torch.inference_mode()  # what it changes was made so
@@ -35,11 +35,11 @@ def mask_(logits: torch.Tensor, requests: Sequence[Rows], end_token: int, never:
         logits[:, never] = NOTHING
     begin = 0
     for rows in requests:
-        own = logits[begin : begin + rows.num]
-        if rows.bias:
-            tokens, added = zip(*rows.bias, strict=True)
+        own, sampling = logits[begin : begin + rows.num], rows.sampling
+        if sampling.logit_bias:
+            tokens, added = zip(*sampling.logit_bias, strict=True)
             own[:, list(tokens)] += torch.tensor(added, dtype=logits.dtype, device=logits.device)
-        num_early = min(max(rows.first_end - rows.position, 0), rows.num)
+        num_early = min(max(sampling.first_end - rows.position, 0), rows.num)
         if rows.allowed is not None:
             allowed = rows.allowed.copy()
             if num_early:
@@ -47,7 +47,20 @@ def mask_(logits: torch.Tensor, requests: Sequence[Rows], end_token: int, never:
             own.masked_fill_(~unpack(torch.from_numpy(allowed).to(logits.device), logits.shape[1]), NOTHING)
         elif num_early:
             own[:num_early, end_token] = NOTHING
+        if sampling.temperature > 0:
+            _keep_likely(own, sampling)
         begin += rows.num
+
+
+def _keep_likely(own: torch.Tensor, sampling: Sampling) -> None:
+    """Leave the `top_k` likeliest tokens, all that are equally likely as the last of them, and of these the ones that
+    are at least `min_p` times as likely as the likeliest: both can be told from the logits."""
+    if 0 < sampling.top_k < own.shape[1]:
+        last = own.topk(sampling.top_k, 1).values[:, -1:]
+        own.masked_fill_(own < last, NOTHING)
+    if sampling.min_p > 0:
+        least = own.amax(1, keepdim=True) + sampling.temperature * math.log(sampling.min_p)
+        own.masked_fill_(own < least, NOTHING)
 
 
 def unpack(bits: torch.Tensor, num: int) -> torch.Tensor:

@@ -136,7 +136,7 @@ class Stepping:
             for sampling, own in zip(samplings, torch.split(logits, counts), strict=True)
         ]
         masks = [
-            Rows(num, run.start + 1, sampling.first_end, None if run.is_stuck else run.allowed, sampling.logit_bias)
+            Rows(num, run.start + 1, sampling, None if run.is_stuck else run.allowed)
             for num, run, sampling in zip(counts, runs, samplings, strict=True)
         ]
         mask_(logits, masks, self._end_token, self.model.config.image_token_id)

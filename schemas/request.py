@@ -11,12 +11,13 @@ from schemas.vision import Image
 
 
 class Sampling(Message, frozen=True):
-    """How tokens are chosen: argmax(logits / temperature + Gumbel(seed, position)) after top-p (design §5).
+    """How tokens are chosen: argmax(logits / temperature + Gumbel(seed, position)) after top-k, min-p and top-p (design
+    §5).
 
     `temperature` 0 is greedy. `seed` is always set: drawn at the edge when the client gave none. `top_logprobs`: how
     many of the likeliest tokens are named with each one sampled, -1 when not even its own is asked for. `grammar`: what
     the whole output has to be, in the language of llguidance; anything when there is none. `logit_bias`: (token, what
-    is added to its logit), each token once.
+    is added to its logit), each token once. `top_k`: 0 for all tokens; `min_p`: against the likeliest one.
     """
 
     temperature: float
@@ -25,6 +26,8 @@ class Sampling(Message, frozen=True):
     top_logprobs: int = -1
     grammar: str = ""
     logit_bias: tuple[tuple[int, float], ...] = ()
+    top_k: int = 0
+    min_p: float = 0.0
 
 
 class Limits(Message, frozen=True):

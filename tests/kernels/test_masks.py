@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
 from kernels.constraint import Bits
+from kernels.engine import Sampling
 from kernels.masks import Rows, mask_, unpack
 
 END, VOCAB = 33, 70
+FREE = Sampling(0.0, 1.0, 0)
 
 
 def bits(*rows: list[int]) -> Bits:
@@ -30,9 +34,9 @@ def test_bits_are_unpacked_lowest_first_the_sign_bit_too() -> None:
 def test_rows_of_each_request_have_their_own_masks() -> None:
     logits = torch.zeros(6, VOCAB)
     requests = [
-        Rows(2, 10, 0, bits([1, 31, 40], [2, END])),
-        Rows(1, 10, 0, None),
-        Rows(3, 10, 12, None),
+        Rows(2, 10, FREE, bits([1, 31, 40], [2, END])),
+        Rows(1, 10, FREE, None),
+        Rows(3, 10, replace(FREE, first_end=12), None),
     ]
     mask_(logits, requests, END, never=40)
     everything = [token for token in range(VOCAB) if token != 40]
@@ -42,14 +46,43 @@ def test_rows_of_each_request_have_their_own_masks() -> None:
 
 def test_a_bias_is_added_in_its_own_rows_and_allows_nothing() -> None:
     logits = torch.arange(3.0)[:, None].repeat(1, VOCAB)
-    mask_(logits, [Rows(2, 5, 0, bits([2, 3], [2, 3]), ((2, -1.5), (4, 100.0))), Rows(1, 5, 0, None)], END, never=None)
+    biased = replace(FREE, logit_bias=((2, -1.5), (4, 100.0)))
+    mask_(logits, [Rows(2, 5, biased, bits([2, 3], [2, 3])), Rows(1, 5, FREE, None)], END, never=None)
     assert allowed(logits) == [[2, 3], [2, 3], list(range(VOCAB))]
     assert logits[:, [2, 3]].tolist() == [[-1.5, 0.0], [-0.5, 1.0], [2.0, 2.0]]
+
+
+def test_only_likely_ones_are_left() -> None:
+    """Of what is allowed; as by the probabilities that temperature gives."""
+    row = torch.tensor([3.0, 1.0, 2.0, 2.0, -1.0, 0.0])
+    warm = Sampling(0.5, 1.0, 0)
+    cases = [
+        (replace(warm, top_k=1), [0]),
+        (replace(warm, top_k=2), [0, 2, 3]),  # equally likely
+        (replace(warm, top_k=99), [0, 1, 2, 3, 4, 5]),
+        (replace(warm, min_p=0.9), [0]),
+        (replace(warm, min_p=0.13), [0, 2, 3]),
+        (replace(warm, min_p=0.01), [0, 1, 2, 3]),
+        (replace(warm, min_p=0.13, temperature=2.0), [0, 1, 2, 3, 4, 5]),
+        (replace(warm, min_p=0.25, temperature=2.0), [0, 1, 2, 3]),
+        (replace(warm, min_p=0.13, top_k=1, logit_bias=((4, 9.0),)), [4]),
+        (replace(warm, temperature=0.0, min_p=0.9, top_k=1), [0, 1, 2, 3, 4, 5]),
+    ]
+    for sampling, left in cases:
+        logits = torch.stack([row, row])
+        mask_(logits, [Rows(1, 5, sampling, None), Rows(1, 5, FREE, None)], 5, never=None)
+        assert allowed(logits) == [left, [0, 1, 2, 3, 4, 5]]
+        if sampling.min_p and sampling.temperature and not sampling.top_k:
+            probability = torch.softmax(row / sampling.temperature, 0)
+            assert left == (probability >= sampling.min_p * probability.max()).nonzero().flatten().tolist()
+    logits = row[None].clone()
+    mask_(logits, [Rows(1, 5, replace(warm, top_k=1), None)], 5, never=0)
+    assert allowed(logits) == [[2, 3]]
 
 
 def test_an_end_comes_early_only_where_a_constraint_allows_nothing_else() -> None:
     logits = torch.zeros(3, VOCAB)
     before = bits([1, END], [END], [1, END])
-    mask_(logits, [Rows(3, 5, 7, before)], END, never=None)
+    mask_(logits, [Rows(3, 5, replace(FREE, first_end=7), before)], END, never=None)
     assert allowed(logits) == [[1], [END], [1, END]]
     assert (before == bits([1, END], [END], [1, END])).all()
