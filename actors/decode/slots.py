@@ -69,8 +69,17 @@ class Generation:
     @property
     def sampling(self) -> Sampling:
         """What the engine is told."""
-        asked, first_end = self.offer.sampling, self.num_prompt_tokens + self.offer.limits.min_tokens
-        return Sampling(asked.temperature, asked.top_p, asked.seed, first_end, asked.top_logprobs, asked.logit_bias)
+        asked = self.offer.sampling
+        return Sampling(
+            temperature=asked.temperature,
+            top_p=asked.top_p,
+            seed=asked.seed,
+            first_end=self.num_prompt_tokens + self.offer.limits.min_tokens,
+            top_logprobs=asked.top_logprobs,
+            logit_bias=asked.logit_bias,
+            top_k=asked.top_k,
+            min_p=asked.min_p,
+        )
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -57,7 +57,8 @@ _IGNORE_EOS = "an extension, for benchmarks; `true`: `min_tokens` is as many as 
 _LOGPROBS = "of the model's own choice, before temperature, top-p and what else narrows it"
 _TOP_LOGPROBS = "0 to 20: how many of the likeliest tokens are named beside each"
 _NO_PENALTY = "use temperature and top_p"
-_NO_CUT = "use top_p"
+_TOP_K = "only of so many of the likeliest tokens; 0 and -1 are all"
+_MIN_P = "an extension; only tokens at least so many times as likely as the likeliest"
 _EXACT = "an extension; `true`: no cached block is read, and no layer is skipped for any token of the prompt"
 _STRICT = "the arguments satisfy the schema, or the request is refused; else a schema may be ignored"
 _CHOICE = "all; while the model thinks it calls once it has thought"
@@ -75,6 +76,8 @@ _CHAT: dict[str, Field] = {
     "max_completion_tokens": _honoured("the same as max_tokens; both may be given if they are equal"),
     "temperature": _honoured(_TEMPERATURE),
     "top_p": _honoured(_TOP_P),
+    "top_k": _honoured("an extension; " + _TOP_K),
+    "min_p": _honoured(_MIN_P),
     "seed": _honoured(_SEED),
     "min_tokens": _honoured(_MIN_TOKENS),
     "ignore_eos": _honoured(_IGNORE_EOS),
@@ -113,14 +116,12 @@ _CHAT: dict[str, Field] = {
     "frequency_penalty": _refused(0, note=_NO_PENALTY),
     "function_call": _refused("auto", "none", note="use tool_choice"),
     "functions": _refused([], note="use tools"),
-    "min_p": _refused(0, note=_NO_CUT),
     "modalities": _refused(["text"]),
     "moderation": _refused(),
     "n": _refused(1, note="send it n times, with a seed each: their common prompt is computed once"),
     "prediction": _refused(),
     "presence_penalty": _refused(0, note=_NO_PENALTY),
     "repetition_penalty": _refused(1, note=_NO_PENALTY),
-    "top_k": _refused(-1, 0, note=_NO_CUT),
     "verbosity": _refused("medium"),
     "web_search_options": _refused(),
 }
@@ -134,6 +135,8 @@ _RESPONSES: dict[str, Field] = {
     "max_output_tokens": _honoured(),
     "temperature": _honoured(_TEMPERATURE),
     "top_p": _honoured(_TOP_P),
+    "top_k": _honoured("an extension; " + _TOP_K),
+    "min_p": _honoured(_MIN_P),
     "seed": _honoured("an extension; " + _SEED),
     "min_tokens": _honoured(_MIN_TOKENS),
     "ignore_eos": _honoured(_IGNORE_EOS),
@@ -188,6 +191,8 @@ _MESSAGES: dict[str, Field] = {
     "max_tokens": _honoured("may be absent"),
     "temperature": _honoured(_TEMPERATURE),
     "top_p": _honoured(_TOP_P),
+    "top_k": _honoured(_TOP_K),
+    "min_p": _honoured(_MIN_P),
     "seed": _honoured("an extension; " + _SEED),
     "min_tokens": _honoured(_MIN_TOKENS),
     "ignore_eos": _honoured(_IGNORE_EOS),
@@ -225,7 +230,6 @@ _MESSAGES: dict[str, Field] = {
     "mcp_servers": _refused([]),
     "output_format": _refused(),
     "thread": _refused(),
-    "top_k": _refused(-1, 0, note=_NO_CUT),
 }
 
 FIELDS: dict[Protocol, dict[str, Field]] = {

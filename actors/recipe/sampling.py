@@ -12,6 +12,7 @@ from schemas.request import Sampling
 
 _MAX_SEED = 2**63
 _MAX_TOP = 20
+_MAX_TOP_K = 2**31
 _MAX_BIAS = 100
 _MAX_BIASES = 1024
 _LOGPROBS = "message.output_text.logprobs"
@@ -28,6 +29,8 @@ class Choice:
     min_tokens: int
     ignores_end: bool
     logit_bias: tuple[tuple[int, float], ...]
+    top_k: int
+    min_p: float
 
     def sampling(self, options: Any, seed: int) -> Sampling:
         """With what the library makes of the body, and a seed for where none was given.
@@ -40,6 +43,8 @@ class Choice:
             seed=seed if self.seed is None else self.seed,
             top_logprobs=self.top_logprobs,
             logit_bias=self.logit_bias,
+            top_k=self.top_k,
+            min_p=self.min_p,
         )
 
     def check_tokens(self, num_known: int) -> None:
@@ -74,6 +79,8 @@ def take_choice(protocol: Protocol, body: dict[str, Any]) -> tuple[Choice, list[
         min_tokens=min_tokens,
         ignores_end=boolean(body.pop("ignore_eos", False), "ignore_eos"),
         logit_bias=_biases(body.pop("logit_bias", {})),
+        top_k=_top_k(body.pop("top_k", 0)),
+        min_p=_min_p(body),
     )
     return choice, [] if include in ([], [_LOGPROBS]) else ["include"]
 
@@ -99,6 +106,21 @@ def _top_logprobs(protocol: Protocol, body: dict[str, Any], are_included: bool) 
         body.pop("top_logprobs", None)  # the library would not have it
         return -1
     return int(num_top)
+
+
+def _top_k(value: Any) -> int:
+    """0 for all: as other servers have it, -1 too."""
+    if not _is_whole(value) or not -1 <= value < _MAX_TOP_K:
+        raise Refusal(Code.BAD_REQUEST, "top_k must be a whole number, 1 or more, or 0 for all tokens", "top_k")
+    return max(int(value), 0)
+
+
+def _min_p(body: dict[str, Any]) -> float:
+    value = _number(body, "min_p") or 0.0
+    if not 0 <= value <= 1:
+        raise Refusal(Code.BAD_REQUEST, "min_p must be between 0 and 1", "min_p")
+    body.pop("min_p", None)
+    return value
 
 
 def _biases(value: Any) -> tuple[tuple[int, float], ...]:

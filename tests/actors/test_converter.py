@@ -124,6 +124,14 @@ def test_sampling(converter: Converter) -> None:
     assert prepare(converter, MESSAGES, temperature=0.5).sampling.temperature == 0.5
 
 
+@pytest.mark.parametrize("protocol", GENERATING)
+def test_tokens_are_cut_off(converter: Converter, protocol: Protocol) -> None:
+    cut = prepare(converter, protocol, top_k=40, min_p=0.05).sampling
+    assert (cut.top_k, cut.min_p) == (40, 0.05)
+    none = prepare(converter, protocol, top_k=-1, min_p=0).sampling
+    assert none == prepare(converter, protocol).sampling and (none.top_k, none.min_p) == (0, 0.0)
+
+
 def test_tokens_are_biased_by_their_ids(converter: Converter) -> None:
     biased = prepare(converter, CHAT, logit_bias={"1023": -100, "7": 2.5}).sampling
     assert biased.logit_bias == ((7, 2.5), (1023, -100.0))

@@ -119,10 +119,10 @@ def test_tokens_that_come_twice_are_passed_on_with_theirs_once() -> None:
 
 def test_an_engine_is_told_and_tells_of_what_is_emitted() -> None:
     """Of a request that came here behind 4 tokens of output."""
-    sampling = Sampling(temperature=0.5, top_p=0.9, seed=3, top_logprobs=1, logit_bias=((7, -2.0),))
+    sampling = Sampling(temperature=0.5, top_p=0.9, seed=3, top_logprobs=1, logit_bias=((7, -2.0),), top_k=5, min_p=0.5)
     offer = structs.replace(hand_over(num_tokens=30), num_output=4, sampling=sampling)
     generation = Generation(structs.replace(offer, limits=Limits(max_tokens=20, min_tokens=6)))
-    assert generation.sampling == kernels.engine.Sampling(0.5, 0.9, 3, 26 + 6, 1, ((7, -2.0),))
+    assert generation.sampling == kernels.engine.Sampling(0.5, 0.9, 3, 26 + 6, 1, ((7, -2.0),), 5, 0.5)
     assert generation.advance([8, 9, 1, 5], eos_token=1, max_tokens=1000) == [8, 9]
     found = [Logprobs(-float(i), [(i, -i / 2)]) for i in range(4)]
     assert generation.told(found, 2) == message_of(found[:2])
