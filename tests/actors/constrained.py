@@ -11,10 +11,11 @@ from typing import Any
 
 import deepseek_recipe as library
 import numpy as np
+from tokenizers import Tokenizer
 
 from actors.decode.grammar import Grammar
 from actors.decode.grammar import Grammars as Followed
-from actors.recipe.grammar import Asked, Grammars, write
+from actors.recipe.grammar import Grammars
 from actors.recipe.trial import Marks
 from actors.rules.vocabulary import tokens
 from run.tokenizer import train
@@ -196,6 +197,21 @@ def text_of(output: Sequence[int]) -> str:
     return b"".join(texts[token] for token in output).decode()
 
 
+def accepts(grammar: str, text: str) -> bool:
+    """Whether this is a whole output, in the tokens that the tokenizer cuts it into."""
+    at = followed().follow(grammar)
+    for token in [*_tokenizer().encode(text, add_special_tokens=False).ids, END]:
+        if token not in allowed(at.allow([])[0]):
+            return False
+        at.accept([token])
+    return True
+
+
+@functools.cache
+def _tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(tokenizer_file()))
+
+
 @functools.cache
 def _library_tokenizer() -> Any:
     return library.Tokenizer.from_file(str(tokenizer_file()))
@@ -216,8 +232,3 @@ def parsed(body: dict[str, Any], output: Sequence[int]) -> dict[str, Any]:
         answer.accumulate(event)
     message: dict[str, Any] = json.loads(answer.to_json())["choices"][0]["message"]
     return message
-
-
-def follow(asked: Asked) -> Grammar:
-    """The grammar of what is asked for, at its start. Raises Unenforceable."""
-    return followed().follow(write(asked, MARKS))
