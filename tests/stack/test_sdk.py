@@ -12,8 +12,10 @@ import anthropic
 import httpx
 import openai
 import pytest
+from deepseek_recipe import Tokenizer
 
 from tests.stack.conftest import System
+from tests.untrained import untrained
 
 pytestmark = pytest.mark.stack
 
@@ -171,6 +173,15 @@ class TestSampling:
         said = "".join(block.text for block in message.content if block.type == "text")
         assert (said, message.stop_reason, message.stop_sequence) == (text[: text.index(stop)], "stop_sequence", stop)
         assert chat.usage is not None and message.usage.output_tokens == chat.usage.completion_tokens < 16
+
+    def test_what_may_be_sampled(self, ai: openai.OpenAI, sdk: anthropic.Anthropic) -> None:
+        asked: dict[str, Any] = {"model": MODEL, "messages": HELLO, "max_tokens": 6}
+        (token,) = Tokenizer.from_file(str(untrained() / "tokenizer.json")).encode("Hi")
+        biased = ai.chat.completions.create(**asked, logit_bias={str(token): 100}, extra_body={"ignore_eos": True})
+        assert biased.choices[0].message.content == 6 * "Hi"
+        greedy = sdk.messages.create(**asked, extra_body=GREEDY).content
+        likeliest = sdk.messages.create(**asked, extra_body={"top_k": 1, "temperature": 1}).content
+        assert [block.text for block in likeliest] == [block.text for block in greedy]
 
 
 class TestBareHttp:
