@@ -192,9 +192,9 @@ def with_definitions(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def text_of(output: Sequence[int]) -> str:
-    """What an output says, control tokens included."""
+    """What an output says, control tokens included; one that is cut may end within a character."""
     texts, _ = tokens(tokenizer_file(), VOCABULARY)
-    return b"".join(texts[token] for token in output).decode()
+    return b"".join(texts[token] for token in output).decode(errors="replace")
 
 
 def accepts(grammar: str, text: str) -> bool:
