@@ -79,10 +79,11 @@ class Attention:
         scale = self.config.head_dim**-0.5
         parts = []
         for number, group in enumerate(layout.groups):
-            rows = slice(group.start, group.end)
+            rows = group.rows
             window = sliding(self._run(kv[rows], ring, group), group.window)
             picks = step.picked[number] if self.role.ratio else ()
-            parts.append(sparse_attend(q[rows], window, picks, self.sink, scale, rotation.of(rows), self.round))
+            part = sparse_attend(q[rows], window, picks, self.sink, scale, rotation.of(rows), self.round)
+            parts.append(part if group.real is None else part[group.real])
         # Only now: earlier rows of a chunk still read the ring rows that its later ones overwrite.
         ring[layout.ring.target] = kv[layout.ring.source]
         if layout.padded > layout.num_rows:

@@ -43,13 +43,13 @@ class Indexer:
         main = step.pool.kv.main[self.kv_owner]
         sources, traced = [], []
         for number, group in enumerate(layout.groups):
-            rows = slice(group.start, group.end)
+            rows = group.rows
             most = group.end_position // self.role.ratio
             if most <= c.index_topk and step.trace is None:
                 picks = index.all_rows(visible[rows], c.index_topk)
             else:
                 picks = self._pick(q[rows], weights[rows], visible[rows], number, step)
-                traced.append(picks)
+                traced.append(picks if group.real is None else picks[group.real])
             # Whole tiles only, and none that no row of the batch fills.
             columns = -(-most // PICK_TILE) * PICK_TILE
             sources.append(picked(main, group.tables[:, : self._num_blocks(most)], picks[:, :columns]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -16,6 +16,9 @@ from kernels.engine import BLOCK_TOKENS
 from kernels.kvpages import num_tile_blocks
 from kernels.ops.attention import Window
 from kernels.ops.linear import padded_rows
+
+_SHORT = 16  # tokens of segments that are made up to one length
+_MOST_FILLED = 24  # rows of a group that only fill it
 
 
 class Rows(NamedTuple):
@@ -50,15 +53,17 @@ class Before(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Consecutive segments of equal length: batch rows `start` to `end`, as [num_segments, length].
+    """Consecutive segments of one length: batch `rows` [num_segments * length].
 
+    Short segments are made up to the length of the longest, where that takes few rows, by repeating their last one:
+    passes over groups cost more than those rows. `real` are the places of the others, None when all are.
     `prefix` [num_segments * (window - 1)] flat ring rows before each segment, in position order; `window` says what the
     rows see of these and of one another; `tables` [num_segments, blocks] the blocks of each segment's request, whole
     key tiles up to `end_position`, the greatest position in the group plus one.
     """
 
-    start: int
-    end: int
+    rows: slice | torch.Tensor
+    real: torch.Tensor | None
     num_segments: int
     length: int
     prefix: torch.Tensor
@@ -170,33 +175,53 @@ class Layout:
         target = self._slot[source] * ring_rows + self._position[source] % ring_rows
         return Rows(self._put(source), self._put(target))
 
-    def _groups(self, segments: Sequence[Segment]) -> list[Group]:
-        groups = []
-        begin = row = 0
-        for index in range(1, len(segments) + 1):
-            length = segments[begin].num_tokens
-            if index < len(segments) and segments[index].num_tokens == length:
-                continue
-            end = row + (index - begin) * length
-            groups.append(self._group(segments[begin:index], row, end))
-            begin, row = index, end
-        return groups
+    def _groups(self, segments: Sequence[Segment]) -> Iterator[Group]:
+        row = 0
+        for some in _alike(segments):
+            yield self._group(some, row)
+            row += sum(segment.num_tokens for segment in some)
 
-    def _group(self, segments: Sequence[Segment], row: int, end: int) -> Group:
+    def _group(self, segments: Sequence[Segment], row: int) -> Group:
+        lengths = np.array([segment.num_tokens for segment in segments])
+        length, num_rows = int(lengths.max()), int(lengths.sum())
+        rows: slice | torch.Tensor = slice(row, row + num_rows)
+        index, real = np.arange(row, row + num_rows), None
+        if num_rows < len(lengths) * length:
+            place = np.arange(length)
+            first = row + np.cumsum(lengths) - lengths
+            index = (first[:, None] + np.minimum(place, lengths[:, None] - 1)).reshape(-1)
+            rows, real = self._put(index), self._put(np.flatnonzero((place < lengths[:, None]).reshape(-1)))
         reach = np.arange(1 - self._window, 0)
         slots = np.array([segment.slot for segment in segments])
         starts = np.array([segment.start for segment in segments])
         ring_rows = self._pool.ring_rows
         prefix = slots[:, None] * ring_rows + (starts[:, None] + reach) % ring_rows
-        hidden = np.maximum(self._begin[row:end] - (self._position[row:end] + 1 - self._window), 0)
+        hidden = np.maximum(self._begin[index] - (self._position[index] + 1 - self._window), 0)
         end_position = max(segment.end for segment in segments)
         return Group(
-            row,
-            end,
+            rows,
+            real,
             len(segments),
-            segments[0].num_tokens,
+            length,
             self._put(prefix.reshape(-1)),
             Window(len(segments), self._window, self._put(hidden)),
             self._put(self._pool.kv.tables[slots, : num_tile_blocks(end_position)]),
             end_position,
         )
+
+
+def _alike(segments: Sequence[Segment]) -> Iterator[list[Segment]]:
+    """Segments that follow one another, of one length, or short ones that can be made so with few rows."""
+    some: list[Segment] = []
+    longest = num_rows = 0
+    for segment in segments:
+        num = segment.num_tokens
+        most = max(longest, num)
+        num_filled = (len(some) + 1) * most - num_rows - num
+        if some and num_filled and (num_filled > _MOST_FILLED or most > _SHORT):
+            yield some
+            some, most, num_rows = [], num, 0
+        some.append(segment)
+        longest, num_rows = most, num_rows + num
+    if some:
+        yield some

@@ -26,15 +26,15 @@ Counts = npt.NDArray[np.int64]
 
 _KEPT = 0.95  # of what was promised and came, from one verification to the next
 _KEPT_OF_ALL = 0.995  # the same, over all requests
-_DOUBT = 4.0  # drafts that a request's own record has to outweigh
+_DOUBT = 2.0  # drafts that a request's own record has to outweigh
 _SURE = 0.995  # no draft is surer than that
 _NUM_RECENT = 8  # blocks that tell what a request's next one is worth
 _NUM_OTHERS = 32  # blocks of any requests that tell the same of a new one
-_PRIOR = 2.0  # blocks of its own that those count as
+_PRIOR = 1.0  # blocks of its own that those count as
 _REJOIN = 32  # steps until a request is drafted for again beside others
-_SHARE = 0.01  # of the time goes into finding out whether the other way is better
+_SHARE = 0.02  # of the time goes into finding out whether the other way is better
 _LEAST_GAIN = 0.2  # what a try without drafts is taken to cost at least, as a part of a step
-_FULL = 4  # one in so many tries with drafts is verified whole
+_PATIENCE = 4  # as much rarer than new requests are other ones tried, and steps without drafts
 _INERTIA = 8  # steps that the gain of drafting is a mean of
 
 
@@ -126,7 +126,6 @@ class Scheduler:
         self._record, self._blocks = _Record(), _Blocks(_NUM_OTHERS, self._size)  # of all requests
         self._gain = 1.0  # of the last steps over ones without drafts
         self._saved_s = 0.0  # for finding out
-        self._num_tries = 0
         self._is_whole = False  # this step's drafts are verified whatever they promise
 
     def choose(self, histories: Sequence[History], room: Sequence[int]) -> list[int]:
@@ -160,17 +159,17 @@ class Scheduler:
         gains = np.cumsum(worths[order]) - speed * drafts_s
         best = int(np.argmax(gains))
         self._saved_s += _SHARE * plain_s
+        new = [number for number in able if histories[number].blocks is None]
         if gains[best] > 0:
-            if self._tries(max(self._gain - 1.0, _LEAST_GAIN) * plain_s):
+            if self._tries(_PATIENCE * max(self._gain - 1.0, _LEAST_GAIN) * plain_s):
                 return []
             chosen = {able[place] for place in order[: best + 1].tolist()}
-            return sorted(chosen | {number for number in able if histories[number].idle >= _REJOIN})
+            return sorted(chosen | set(new) | {number for number in able if histories[number].idle >= _REJOIN})
         self._gain += (1.0 - self._gain) / _INERTIA
-        self._is_whole = self._num_tries % _FULL == 0
-        if self._tries(float(drafts_s[-1]) + (full_s - plain_s if self._is_whole else 0.0)):
-            return able
-        self._is_whole = False
-        return []
+        tried, patience = (new, 1) if new else (able, _PATIENCE)
+        whole_s = float(self.verify_times.at(np.array([num + self._size * len(tried)]))[0])
+        self._is_whole = self._tries(patience * (float(drafts_s[len(tried) - 1]) + whole_s - plain_s))
+        return tried if self._is_whole else []
 
     def admit(
         self, raw: Floats, lengths: Sequence[int], histories: Sequence[History], num_rows: int
@@ -235,7 +234,6 @@ class Scheduler:
         if self._saved_s < cost_s:
             return False
         self._saved_s = 0.0
-        self._num_tries += 1
         return True
 
 

@@ -45,9 +45,9 @@ class Rotation:
         pairs = (torch.stack((cos, cos), -1).flatten(-2), torch.stack((-sin, sin), -1).flatten(-2))
         return cls(pairs[0][:, None], pairs[1][:, None])
 
-    def of(self, rows: slice) -> Rotation:
+    def of(self, rows: slice | torch.Tensor) -> Rotation:
         """That of some rows."""
-        whole = rows.start in (None, 0) and rows.stop == len(self.cos)
+        whole = isinstance(rows, slice) and rows.start in (None, 0) and rows.stop == len(self.cos)
         return self if whole else Rotation(self.cos[rows], self.sin[rows])
 
     @cached_property

@@ -124,7 +124,7 @@ def test_it_notices_rarely_but_surely_that_drafting_pays_again() -> None:
     num_tries = sum(verified >= 0 for (verified,) in found[20:])
     assert 1 <= num_tries <= 10
     found = [step(one, histories, {0: SURE}, {0: SIZE}) for _ in range(400)]
-    assert sum(verified > 0 for (verified,) in found) > 200
+    assert sum(verified > 0 for (verified,) in found) > 100
 
 
 def test_times_that_nobody_knows_are_found_out() -> None:

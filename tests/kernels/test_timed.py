@@ -36,9 +36,9 @@ def test_counts_add_up_to_the_tokens(run_async: Run) -> None:
         engine = TimedEngine(TIMED, range(3, 99), most_accepted=6)
         output = await generate(engine, "r", tokens(10), 400)
         drafted, verified, accepted = engine.counts
-        assert drafted * 6 == verified * 5
-        assert 0 < accepted < drafted
-        assert len(output) <= 1 + verified // 6 + accepted
+        assert 0 < accepted < drafted < verified
+        num_tokens = 1 + (verified - drafted) + accepted  # the first one, one a row fed, and those foreseen
+        assert len(output) <= num_tokens < len(output) + 6
 
     run_async(main())
 

@@ -73,7 +73,7 @@ def _multiply(x: np.ndarray, weight: np.ndarray, out: np.ndarray) -> None:
 def _attend(
     q: torch.Tensor, key_sets: Sequence[KeySet], sink: torch.Tensor, scale: float, rounding: Rounding
 ) -> torch.Tensor:
-    keys = torch.cat([one.keys.double() for one in key_sets], 1)
+    keys = torch.cat([one.keys.reshape(len(q), -1, q.shape[-1]).double() for one in key_sets], 1)
     scores = torch.einsum("rhd,rkd->rhk", q.double(), keys) * scale
     scores += torch.cat([one.bias for one in key_sets], 1).double().unsqueeze(1)
     top = scores.amax(-1, keepdim=True).clamp(min=-1e30)
