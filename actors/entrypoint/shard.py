@@ -48,7 +48,7 @@ class Shard:
 
     def __init__(self, id: str, first_epoch: int = 1) -> None:
         self.id = id
-        self.num_live = 0
+        self.num_live = self._num_rebuilt = 0
         self._num_prompt_tokens = 0
         self._num_cached_tokens = 0
         self._requests: dict[str, Request] = {}
@@ -126,9 +126,14 @@ class Shard:
                 heard.news.append(News(request, known, request.tokens[known:], request.end, logprobs))
             if verdict is Verdict.GAP:
                 heard.gaps.append(request)
-            elif verdict is Verdict.GIVEN_BACK and request.rebuild():
+            elif verdict is Verdict.GIVEN_BACK and self.rebuild(request):
                 heard.given_back.append(request)
         return heard
+
+    def rebuild(self, request: Request) -> bool:
+        """Its owner has it no more; see `Request.rebuild`."""
+        self._num_rebuilt += 1
+        return request.rebuild()
 
     def accept(
         self, request: Request, epoch: int, first_index: int, tokens: Sequence[int], end: LastWord | None, now_s: float
@@ -143,8 +148,13 @@ class Shard:
         return verdict
 
     def detail(self) -> dict[str, float]:
-        """Totals since its start, of requests whose first tokens came: of their prompts, and what was not computed."""
-        return {"prompt_tokens": self._num_prompt_tokens, "cached_tokens": self._num_cached_tokens}
+        """Totals since its start: of requests whose first tokens came, their prompts, and what was not computed; how
+        often one was rebuilt."""
+        return {
+            "prompt_tokens": self._num_prompt_tokens,
+            "cached_tokens": self._num_cached_tokens,
+            "rebuilt": self._num_rebuilt,
+        }
 
     def is_new_stray(self, source: str, request_id: str, now_s: float) -> bool:
         """Tokens came from one who does not hold the request (any more): should it be told? Once in SILENCE_S."""

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from actors.decode import pressure
-from actors.decode.pressure import Relief
-from actors.decode.slots import Generation
 from actors.metadata.actor import Metadata
 from actors.prefill.actor import Prefill
 from actors.writer.actor import Writer
@@ -22,6 +17,7 @@ from kernels.local import LocalEngine
 from schemas.request import Sampling
 from tests.actors.cached import Cached, ask
 from tests.actors.core import Listener, quiet
+from tests.actors.preempting import preempt_at
 from tests.untrained import untrained
 
 GREEDY = Sampling(temperature=0.0, top_p=1.0, seed=0)
@@ -67,20 +63,6 @@ class Real(Cached):
 
 def _engine() -> LocalEngine:
     return LocalEngine(untrained(), num_slots=4, max_step_tokens=512)
-
-
-def preempt_at(monkeypatch: pytest.MonkeyPatch, ids: Sequence[str], num_output: int) -> None:
-    """Each of these makes way once, when it has so much output."""
-    left = set(ids)
-
-    def relieve(here: Sequence[Generation], num_free: int, max_tokens: int) -> Relief:
-        relief = pressure.relieve(here, num_free, max_tokens)
-        gone = [one for one in here if one.id in left and one.num_output >= num_output]
-        left.difference_update(one.id for one in gone)
-        grown = [pair for pair in relief.grown if pair[0] not in gone]
-        return replace(relief, preempted=gone, grown=grown)
-
-    monkeypatch.setattr("actors.decode.actor.relieve", relieve)
 
 
 def test_one_that_made_way_goes_on_as_it_would_have_or_is_known_to_be_approximate(

@@ -278,12 +278,12 @@ class TestShard:
             assert request is not None
             epoch = request.dispatch("p0", 0.0)
             request.hit = Hit(start // 128, start)
-            assert shard.detail() == {"prompt_tokens": number * 512, "cached_tokens": 0}
+            assert shard.detail() == {"prompt_tokens": number * 512, "cached_tokens": 0, "rebuilt": 0}
             shard.accept(request, epoch, 0, [1], None, 0.0)
             shard.accept(request, epoch, 0, [1, 2], STOP, 0.0)
         given_up = shard.submit(submit("r2"), 0.0)
         assert given_up is not None and shard.finish(given_up, Cancelled(), 0.0)
-        assert shard.detail() == {"prompt_tokens": 1024, "cached_tokens": 256}
+        assert shard.detail() == {"prompt_tokens": 1024, "cached_tokens": 256, "rebuilt": 0}
 
 
 class OneEnd(RuleBasedStateMachine):

@@ -19,7 +19,9 @@ from actors.entrypoint.request import MAX_PREEMPTIONS
 from bus.bus import BusError, Delivery, decoder
 from bus.claiming import output_before
 from bus.memory import MemoryWire
-from kernels.timed import StepCost
+from kernels.engine import Admission
+from kernels.engine import Sampling as EngineSampling
+from kernels.timed import StepCost, TimedEngine
 from run.simulator import RecordingBroker
 from run.virtual import run_virtual
 from schemas.failure import Code
@@ -36,8 +38,11 @@ from schemas.request import (
     TokensEmitted,
 )
 from tests.actors.builders import hand_over, submit
-from tests.actors.core import Core, core, quiet
+from tests.actors.cached import ask, cached, prompt
+from tests.actors.core import VOCABULARY, Core, core, info, quiet
+from tests.actors.preempting import preempt_at
 
+GREEDY = EngineSampling(0.0, 1.0, 0)
 LENGTH = Finished(reason=FinishReason.LENGTH)
 SLOW = StepCost(step_ns=10_000_000)
 NUM_REQUESTS, NUM_OUTPUT = 8, 600
@@ -225,6 +230,38 @@ def test_the_news_may_be_lost(truth: dict[str, list[int]]) -> None:
     assert system.listener.tokens == truth and lost and len(broker.preempted) > len(lost)
 
 
+def told(system: Core, id: str) -> list[tuple[float, int]]:
+    """What was said of each of its tokens."""
+    parts = system.listener.logprobs[id]
+    return [pair for part in parts for pair in zip(part.sampled, part.top_tokens, strict=True)]
+
+
+@pytest.mark.parametrize(("num_exact", "is_approximate"), [(1024, False), (0, True)])
+def test_what_was_stored_of_it_is_restored(
+    monkeypatch: pytest.MonkeyPatch, num_exact: int, is_approximate: bool
+) -> None:
+    """Blocks of its prompt when it is to be exact; else those of its output, too, with the windows behind them."""
+    for module in ("actors.rules.hit", "actors.entrypoint.request"):
+        monkeypatch.setattr(f"{module}.EXACT_OUTPUT", num_exact)
+    text, sampling = prompt(700), Sampling(temperature=1.0, top_p=1.0, seed=3, top_logprobs=1)
+
+    async def main() -> None:
+        async with cached() as system:
+            whole = await system.run(ask("whole", text, NUM_OUTPUT, cache="other", sampling=sampling))
+            await system.settle()
+            preempt_at(monkeypatch, ["again"], 300)
+            assert await system.run(ask("again", text, NUM_OUTPUT, sampling=sampling)) == whole
+            assert told(system, "again") == told(system, "whole")
+            request = system.entrypoint.shard.get("again")
+            assert request is not None and request.num_rebuilt == 1 and system.listener.cached.get("again", 0) == 0
+            assert request.is_approximate is is_approximate
+            assert system.total("replayed_tokens") == 0
+            assert system.total("restored_tokens") == (512 if num_exact else 768)
+            assert system.entrypoint.load().detail["rebuilt"] == 1
+
+    run_virtual(main())
+
+
 def test_who_takes_one_over_can_have_its_output_from_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("actors.rules.emission.MAX_TOKENS", 100)  # of one message
 
@@ -358,6 +395,7 @@ EVENTS = st.one_of(
 @given(st.lists(EVENTS, min_size=10, max_size=60))
 def test_however_they_grow_room_is_never_overdrawn_and_the_oldest_stays(events: list[tuple[str, int, int]]) -> None:
     slots, ids = short_ones(1024), count()
+    engine = TimedEngine(info(num_slots=8, capacity_tokens=1024), VOCABULARY)
     for kind, first, second in events:
         match kind:
             case "arrive" | "protected":
@@ -369,10 +407,23 @@ def test_however_they_grow_room_is_never_overdrawn_and_the_oldest_stays(events: 
                     slots.leave(one, 0.0)
             case "step":
                 for _ in range(second):
-                    _step(slots, first)
+                    _step(slots, engine, first)
+        _follow(engine, slots)
 
 
-def _step(slots: Slots, num_new: int) -> None:
+def _follow(engine: TimedEngine, slots: Slots) -> None:
+    """It has what the slots say that it has, and room for those that are coming."""
+    held = {one.id: one for one in slots if one.is_in_engine}
+    for id in set(engine._requests._requests) - held.keys():
+        engine.free(id)
+    for id, one in held.items():
+        if id not in engine._requests._requests:
+            assert engine.admit(id, one.num_reserved, GREEDY) is Admission.OK
+    num_coming = sum(-(-one.num_reserved // 128) for one in slots if not one.is_in_engine)
+    assert slots.num_free_blocks == 8 - engine._requests.num_blocks - num_coming >= 0
+
+
+def _step(slots: Slots, engine: TimedEngine, num_new: int) -> None:
     """Relief, then a step of those who take part, as the actor and an engine do it."""
     here, was_free = list(slots), slots.num_free_blocks
     relief = relieve(here, was_free, slots.max_tokens)
@@ -392,7 +443,10 @@ def _step(slots: Slots, num_new: int) -> None:
         one.num_reserved = num_tokens
     for one in gone:
         slots.leave(one, 0.0)
-    assert slots.num_free_blocks >= 0
+        engine.free(one.id)
+    for one, num_tokens in relief.grown:
+        assert engine.grow(one.id, num_tokens)
+    _follow(engine, slots)
     for one in [one for one in slots if one.epoch and one not in relief.waiting]:
         assert one.num_tokens <= one.num_reserved
         one.tokens += [5] * min(num_new, one.num_reserved - one.num_tokens + 1)
