@@ -103,7 +103,9 @@ def test_what_is_not_kept_any_more_ends_the_stream_with_an_error(
                 while not next(iter(system.gateway._exchanges.values())).stream.next_seq:
                     await asyncio.sleep(0)
             broker.is_losing = True
-            await system.entrypoint.emit(id, tokens[1:], STOP)
+            for token in tokens[1:]:
+                await system.entrypoint.emit(id, [token])
+            await system.entrypoint.emit(id, [], STOP)
             async with asyncio.timeout(10):
                 while len(system.recipe._open) or system.recipe._writer._gathered["shoal.gateway.g0.stream"].items:
                     await asyncio.sleep(0)

@@ -91,7 +91,7 @@ def test_every_protocol_in_one_piece(run_async: Run, card: ModelCard) -> None:
         (b"[]", "bad_request"),
         ({**BODY, "model": "gpt"}, "model_not_found"),
         ({**BODY, "messages": []}, "bad_request"),
-        ({**BODY, "top_k": 5}, "unsupported"),
+        ({**BODY, "n": 2}, "unsupported"),
         ({**BODY, "max_tokens": 100_000}, "context_length_exceeded"),
         ({**BODY, "messages": [{"role": "user", "content": "word " * 420_000}]}, "context_length_exceeded"),
     ],
