@@ -65,7 +65,7 @@ class SimDecode(Decode):
 class Cluster(World):
     """So many replicas, each of its own speed, with one policy for prompts."""
 
-    def __init__(self, seed: int, truth: Truth, answers: Mapping[str, Tokens]) -> None:
+    def __init__(self, seed: int, truth: Truth, answers: Mapping[str, tuple[int, Tokens]]) -> None:
         super().__init__(seed, MemoryBroker())
         self._truth = truth
         self._answers = answers

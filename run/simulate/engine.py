@@ -30,7 +30,7 @@ class _Request:
 
 
 class SimEngine:
-    """One replica's. `answers`: the tokens of each request's answer, which nobody else knows.
+    """One replica's. `answers`: how many tokens each request's prompt has, and its answer, which nobody else knows.
 
     `speed`: of its steps; `mean_accepted`: tokens a decode step yields for one request, drafts included.
     """
@@ -39,7 +39,7 @@ class SimEngine:
         self,
         info: EngineInfo,
         truth: Truth,
-        answers: Mapping[str, Tokens],
+        answers: Mapping[str, tuple[int, Tokens]],
         *,
         speed: float,
         chance: random.Random,
@@ -127,7 +127,12 @@ class SimEngine:
         return _STATE.pack(self._requests[key].num_tokens)
 
     async def restore(self, key: str, state: bytes) -> None:
-        (self._requests[key].num_tokens,) = _STATE.unpack(state)
+        """What is behind its prompt is of its answer, from an earlier owner."""
+        request = self._requests[key]
+        (request.num_tokens,) = _STATE.unpack(state)
+        request.num_emitted = request.num_tokens - self._answers[key][0]
+        if request.num_emitted:
+            request.num_steps = 1 + math.ceil((request.num_emitted - 1) / self._mean_accepted)
 
     async def prefill(self, chunks: Sequence[Chunk]) -> int:
         pieces = []
@@ -144,7 +149,7 @@ class SimEngine:
     async def decode(self, keys: Sequence[str]) -> list[list[int]]:
         """As many steps as nothing happens in: the first one of a request is taken alone, and the last of one ends
         them all."""
-        requests = [(self._requests[key], self._answers[key]) for key in keys]
+        requests = [(self._requests[key], self._answers[key][1]) for key in keys]
         step_s = self._truth.decode_ns(len(keys)) * self._truth.disturbed(self._chance) / self._speed / 1e9
         num_steps = min(self._steps_left(request, len(answer)) for request, answer in requests)
         self._news.clear()

@@ -126,7 +126,7 @@ async def _run(
     arrivals: Sequence[Arrival], policy: str, options: Options, truth: Truth, progress: Callable[[float], None]
 ) -> Result:
     ids = [f"r{number}" for number in range(len(arrivals))]
-    answers = {id: arrival.answer() for id, arrival in zip(ids, arrivals, strict=True)}
+    answers = {id: (arrival.num_tokens, arrival.answer()) for id, arrival in zip(ids, arrivals, strict=True)}
     blocks = {id: arrival.blocks for id, arrival in zip(ids, arrivals, strict=True)}
     cluster = Cluster(options.seed, truth, answers)
     await cluster.open(

@@ -86,7 +86,7 @@ def engine() -> SimEngine:
         space="s",
         block_bytes=0,
     )
-    answers = {"a": tokens_of((1,))[:40], "b": tokens_of((2,))[:11]}
+    answers = {"a": (5, tokens_of((1,))[:40]), "b": (5, tokens_of((2,))[:11])}
     return SimEngine(info, Truth(noise=0.0, hitch_chance=0.0), answers, speed=1.0, chance=random.Random(0))
 
 
@@ -113,6 +113,23 @@ def test_steps_taken_at_once_end_when_they_would_have_ended_one_by_one(nudges: t
     steps_b, steps_a = 1 + 4, 1 + 14
     expected = {"b": (11, round(steps_b * 0.0202, 6)), "a": (40, round(steps_b * 0.0202 + (steps_a - 5) * 0.0201, 6))}
     assert run_virtual(main()) == expected
+
+
+def test_an_answer_goes_on_where_an_earlier_owner_stopped() -> None:
+    async def main() -> list[list[int]]:
+        subject, found = engine(), list[list[int]]()
+        for num_tokens in (5, 5 + 20):
+            assert subject.admit("a", num_tokens + 8, GREEDY) is Admission.OK and subject.grow("a", 100)
+            await subject.restore("a", num_tokens.to_bytes(8, "little"))
+            output: list[int] = []
+            while EOS not in output:
+                output += (await subject.decode(["a"]))[0]
+            found.append(output)
+            subject.free("a")
+        return found
+
+    answer = [*tokens_of((1,))[:40].tolist(), EOS]
+    assert run_virtual(main()) == [answer, answer[20:]]
 
 
 def test_who_looks_at_the_load_is_told_from_who_does_not() -> None:
