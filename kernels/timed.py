@@ -90,6 +90,7 @@ class TimedEngine:
     not 0, and of nothing else: so lost, repeated or swapped tokens anywhere change what follows, as with a real model.
     So do blocks and windows that are not those of the prefix; a replay gives the tokens of a cold run. What the images
     in a prefix are is read off its blocks, as they need not be attached: blocks of other images give other tokens, too.
+    Of sampling it knows `temperature` as 0 or not, `seed`, `first_end` and `top_logprobs`, nothing else.
     Tokens are drawn from `vocabulary`; one in `mean_output` is the end-of-sequence token, none when that is 0.
     A step gives a request 1 to `most_accepted` of them, as one that drafts does; how many is drawn as well.
     """
