@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ class Real(Cached):
     def open_files(self, name: str) -> Any:
         return PosixFiles(self._folder)
 
-    async def setup(self, *prefill: str) -> None:
+    async def setup(self, prefill: Sequence[str] = ("p0", "p1")) -> None:
         await self.add(Listener("rc0", await self.bus("recipe/rc0")))
         await self.add_balancers()
         await self.add_kvstore("k0", 1 << 26)
@@ -73,7 +74,7 @@ def test_one_that_made_way_goes_on_as_it_would_have_or_is_known_to_be_approximat
     async def main() -> None:
         system = Real(tmp_path)
         try:
-            await system.setup("p0")
+            await system.setup(["p0"])
 
             async def run(name: str, sampling: Sampling, **fields: Any) -> tuple[list[int], bool]:
                 made = await system.run(ask(name, tokens, max_tokens=12, sampling=sampling, **fields))
@@ -105,7 +106,7 @@ def test_cold_hit_and_hit_on_another_replica_give_the_same_tokens(tmp_path: Path
     async def main() -> None:
         system = Real(tmp_path)
         try:
-            await system.setup("p0", "p1")
+            await system.setup()
 
             async def run(name: str, prompt: bytes, sampling: Sampling, **fields: Any) -> list[int]:
                 return await system.run(ask(name, prompt, max_tokens=24, sampling=sampling, **fields))
