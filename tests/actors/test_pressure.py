@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from itertools import count
@@ -13,9 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
+from actors.decode.actor import Decode
 from actors.decode.pressure import Relief, relieve
 from actors.decode.slots import Slots
 from actors.entrypoint.request import MAX_PREEMPTIONS
+from actors.recipe.grammar import Asked
 from bus.bus import BusError, Delivery, decoder
 from bus.claiming import output_before
 from bus.memory import MemoryWire
@@ -39,6 +42,7 @@ from schemas.request import (
 )
 from tests.actors.builders import hand_over, submit
 from tests.actors.cached import ask, cached, prompt
+from tests.actors.constrained import grammars, text_of, tokenizer_file
 from tests.actors.core import VOCABULARY, Core, core, info, quiet
 from tests.actors.preempting import preempt_at
 
@@ -258,6 +262,28 @@ def test_what_was_stored_of_it_is_restored(
             assert system.total("replayed_tokens") == 0
             assert system.total("restored_tokens") == (512 if num_exact else 768)
             assert system.entrypoint.load().detail["rebuilt"] == 1
+
+    run_virtual(main())
+
+
+def test_its_grammar_goes_on_where_its_output_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    schema = {"type": "array", "items": {"enum": ["left", "right", 17]}, "minItems": 12, "maxItems": 12}
+    grammar = grammars().find(Asked(json=json.dumps(schema), thinks=False)).text
+    sampling = Sampling(temperature=1.0, top_p=1.0, seed=5, grammar=grammar)
+    spelling = info(vocab_size=1024)
+
+    async def main() -> None:
+        async with core(1, 0, SLOW) as system:
+            engine = TimedEngine(spelling, range(10, 1000), SLOW)
+            bus, bulk = await system.bus("decode/d0"), await system.bulk("decode/d0")
+            await system.add(Decode("d0", bus, bulk, engine, tokenizer=tokenizer_file()))
+            whole, end = await system.finish(submit("whole", 100, 400, sampling=sampling))
+            assert end == Finished(reason=FinishReason.STOP) and len(json.loads(text_of(whole))) == 12
+            preempt_at(monkeypatch, ["again"], len(whole) // 2)
+            again, end = await system.finish(submit("again", 100, 400, sampling=sampling))
+            request = system.entrypoint.shard.get("again")
+            assert request is not None and request.num_rebuilt == 1
+            assert (again, end) == (whole, Finished(reason=FinishReason.STOP))
 
     run_virtual(main())
 
