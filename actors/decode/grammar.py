@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +18,10 @@ from kernels.constraint import Bits
 MAX_TAIL = 32
 """The spelling of a control token has at most so many bytes."""
 
-KEPT = 64
-"""Grammars that are kept, compiled: requests of one client often have the same."""
+KEPT = 24
+"""Grammars that are kept, compiled: requests of one client often have the same. Each has up to 20 MB at worst."""
+
+MOST_RENEWALS = 2
 
 
 class Unspelt:
@@ -82,16 +84,22 @@ class Grammars:
         One that cannot be followed says so in `Grammar.error`.
         """
         space = self._space
-        compiled = self._compiled.pop(text, None) or follow(space.tokenizer, text)
+        compiled = self._compiled.pop(text, None) or self._anew(text)
         self._compiled[text] = compiled
         while len(self._compiled) > KEPT:
             self._compiled.popitem(last=False)
         for id in unspelt_of(text):
             if id not in self._unspelt:
                 self._unspelt[id] = Unspelt(space.vocabulary.tokens[id], space.vocabulary)
-        grammar = Grammar(space, compiled, [self._unspelt[id] for id in unspelt_of(text)])
+        unspelt = [self._unspelt[id] for id in unspelt_of(text)]
+        grammar = Grammar(space, compiled.deep_copy(), unspelt, functools.partial(self._anew, text))
         grammar.accept(output)
         return grammar
+
+    def _anew(self, text: str) -> LLMatcher:
+        """Shared with nobody: what is compiled shares its lexer with its copies, and its limits."""
+        self._compiled.pop(text, None)
+        return follow(self._space.tokenizer, text)
 
 
 class Grammar:
@@ -101,37 +109,41 @@ class Grammar:
     `error` says why it cannot go on, once it cannot.
     """
 
-    def __init__(self, space: Space, start: LLMatcher, unspelt: Sequence[Unspelt]) -> None:
-        self.error = reason(start)
+    def __init__(
+        self, space: Space, matcher: LLMatcher, unspelt: Sequence[Unspelt], anew: Callable[[], LLMatcher]
+    ) -> None:
+        self.error = reason(matcher)
         self._space = space
-        self._start = start
-        self._matcher = start.deep_copy()
+        self._matcher = matcher
         self._unspelt = unspelt
+        self._anew = anew
+        self._num_renewals = 0
         self._taken: list[int] = []
         self._tail = b""  # of the text behind the last control token
         self._has_ended = False
 
     def allow(self, drafts: Sequence[int]) -> Bits:
-        rows: list[Bits] = []
+        if self.error or ((first := self._first()) is None):
+            return np.empty((0, self._space.num_words), dtype=np.int32)
+        rows: list[Bits] = [first]
         tail, has_ended, num_taken = self._tail, self._has_ended, 0
-        for draft in (None, *drafts):
-            if draft is not None:
-                if not _has(rows[-1], draft):
-                    break
-                if draft == self._space.end_token:
-                    has_ended = True
-                elif not has_ended:
-                    self._matcher.consume_token(draft)
-                    num_taken += 1
-                    tail = self._behind(tail, draft)
+        for draft in drafts:
+            if not _has(rows[-1], draft):
+                break
+            if draft == self._space.end_token:
+                has_ended = True
+            elif not has_ended:
+                self._matcher.consume_token(draft)
+                num_taken += 1
+                tail = self._behind(tail, draft)
             row, error = (self._space.end, "") if has_ended else self._row(tail)
-            if error and not rows:
-                self.error = self.error or error
-                return np.empty((0, self._space.num_words), dtype=np.int32)
             if error:
                 break  # whether it gets there, and fails then, is for the model to say
             rows.append(row)
-        self._go_back(num_taken)
+        if self._matcher.is_error():
+            self._renew()
+        elif num_taken:
+            self._matcher.rollback(num_taken)
         return np.stack(rows)
 
     def accept(self, tokens: Sequence[int]) -> None:
@@ -140,11 +152,21 @@ class Grammar:
                 return
             if token == self._space.end_token:
                 self._has_ended = True
-            elif self._matcher.consume_token(token):
+            elif self._matcher.consume_token(token) or (self._renew() and self._matcher.consume_token(token)):
                 self._taken.append(token)
                 self._tail = self._behind(self._tail, token)
             else:
                 self.error = reason(self._matcher) or f"token {token} is not allowed here"
+
+    def _first(self) -> Bits | None:
+        """What may come now; None when it cannot be said, and why in `error`."""
+        if self._has_ended:
+            return self._space.end
+        row, error = self._row(self._tail)
+        if self._matcher.is_error() and self._renew():
+            row, error = self._row(self._tail)
+        self.error = error
+        return None if error else row
 
     def _row(self, tail: bytes) -> tuple[Bits, str]:
         """What may come behind what the matcher has taken; or why that cannot be said."""
@@ -154,13 +176,14 @@ class Grammar:
             unspelt.forbid(row, tail)
         return row, reason(self._matcher) or ("" if row.any() else "nothing is allowed here")
 
-    def _go_back(self, num: int) -> None:
-        """The matcher forgets its last tokens; for that it has to be without error."""
-        if self._matcher.is_error():
-            self._matcher = self._start.deep_copy()
-            self._matcher.consume_tokens(self._taken)
-        elif num:
-            self._matcher.rollback(num)
+    def _renew(self) -> bool:
+        """Begin again without the others of this grammar, and without what led into an error: it stays in one for good.
+        False if that was done often enough."""
+        if self._num_renewals == MOST_RENEWALS:
+            return False
+        self._num_renewals += 1
+        self._matcher = self._anew()
+        return bool(self._matcher.consume_tokens(self._taken))
 
     def _behind(self, tail: bytes, token: int) -> bytes:
         if token in self._space.special:

@@ -20,7 +20,7 @@ LIMITS = LLParserLimits(
     step_lexer_fuel=200_000,
     step_max_items=50_000,
     max_items_in_row=2_000,
-    max_lexer_states=20_000,  # of about 1 KB each
+    max_lexer_states=50_000,  # of 0.4 KB each
     max_grammar_size=500_000,
     verbose_errors=False,
 )

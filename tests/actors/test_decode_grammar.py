@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from llguidance import LLParserLimits
 
 from actors.decode.grammar import Grammars
 from actors.recipe.calls import Tool
@@ -130,6 +131,22 @@ def test_a_grammar_beyond_the_limits_says_so() -> None:
     broken = followed().follow("start: nothing")
     assert broken.error and not len(broken.allow([]))
     assert len(followed().follow(answer()).allow([])) == 1
+
+
+def test_who_uses_up_the_limits_of_a_grammar_does_so_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled is shared, with its lexer: one that is used up is used up for all."""
+    monkeypatch.setattr("actors.rules.grammars.LIMITS", LLParserLimits(max_lexer_states=600, verbose_errors=False))
+    text = head([]) + "start: /(.*a.{30}){5}/"
+    other, early = followed().follow(text), followed().follow(text, spelled("abc"))
+    chance = random.Random(0)
+    spent = followed().follow(text)
+    while len(rows := spent.allow([])):
+        spent.accept([int(chance.choice([id for id in allowed(rows[0]) if id != END]))])
+    assert "too many states" in spent.error
+    for one in (other, early, followed().follow(text)):
+        assert len(one.allow([])) == 1
+        one.accept(spelled("xa"))
+        assert one.error == ""
 
 
 def test_without_a_tokenizer_there_are_none() -> None:
