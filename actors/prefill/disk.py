@@ -229,7 +229,7 @@ class Loader:
                     self._again_s = loop.time() + HUNG_S
         del self._loading[job.id]
         job.loading = Loading.DONE
-        self.settle(job, fetched.restored(job.num_bounded), fetched.why(), fetched)
+        self.settle(job, fetched.restored(len(job.tokens)), fetched.why(), fetched)
         self._on_loaded(job)
         for failed in fetched.failed():
             await self._bus.tell(FAILED.at(Role.PREFILL), failed)

@@ -85,7 +85,7 @@ class Job:
         prefix = dispatch.prefix
         if prefix is not None:
             check(prefix, len(tokens))
-            job.restored = plan(prefix, job.num_bounded)
+            job.restored = plan(prefix, len(tokens))
             if prefix.space == space:
                 job.keeping = Keeping(prefix, tokens, block_bytes, branches)
                 if job.restored.hit.num_blocks and not dispatch.exact:
@@ -104,7 +104,7 @@ class Job:
 
     @property
     def num_bounded(self) -> int:
-        """Of its tokens, those that are its prompt: cached blocks end in it, and of it decoder layers compute the last
+        """Of its tokens, those that are its prompt: what is restored ends in it, and of it decoder layers compute the last
         window only, unless all is to be `exact`. What is behind it is output, which they compute."""
         return bounded_tokens(len(self.tokens), self.dispatch.num_output)
 
