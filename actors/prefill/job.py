@@ -104,8 +104,8 @@ class Job:
 
     @property
     def num_bounded(self) -> int:
-        """Of its tokens, those that are its prompt: what is restored ends in it, and of it decoder layers compute the last
-        window only, unless all is to be `exact`. What is behind it is output, which they compute."""
+        """Of its tokens, those that are its prompt: what is restored ends in it, and decoder layers compute the last
+        window of it only, unless all is to be `exact`. What is behind it is output, which they compute."""
         return bounded_tokens(len(self.tokens), self.dispatch.num_output)
 
     @property
