@@ -140,7 +140,8 @@ def build_timed(member: Member, bus: Bus, bulk: Bulk, spec: ProcessSpec, setting
     if member.role is Role.DECODE:
         from actors.decode.actor import Decode
 
-        return Decode(member.id, bus, bulk, free_engine(settings.model, most_accepted))
+        engine = free_engine(settings.model, most_accepted)
+        return Decode(member.id, bus, bulk, engine, tokenizer=settings.model / "tokenizer.json")
     return builders.build(member, bus, bulk, spec, settings)
 
 

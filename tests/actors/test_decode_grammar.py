@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from llguidance import LLParserLimits
 
+from actors.decode.actor import Decode
 from actors.decode.grammar import Grammars
 from actors.recipe.calls import Tool
 from actors.recipe.grammar import Asked
@@ -19,6 +20,12 @@ from actors.rules.vocabulary import tokens
 from kernels.engine import Chunk, Sampling
 from kernels.local import LocalEngine
 from kernels.schedule import Mode
+from kernels.timed import StepCost, TimedEngine
+from run.virtual import run_virtual
+from schemas.failure import Code
+from schemas.request import Failed, Finished, FinishReason
+from schemas.request import Sampling as RequestSampling
+from tests.actors.builders import submit
 from tests.actors.constrained import (
     END,
     MARKS,
@@ -30,6 +37,7 @@ from tests.actors.constrained import (
     text_of,
     tokenizer_file,
 )
+from tests.actors.core import core, info
 from tests.untrained import untrained
 
 NUM_NEW = 20
@@ -152,6 +160,28 @@ def test_who_uses_up_the_limits_of_a_grammar_does_so_alone(monkeypatch: pytest.M
 def test_without_a_tokenizer_there_are_none() -> None:
     with pytest.raises(RuntimeError, match="without a tokenizer"):
         Grammars(None, VOCABULARY, END).follow("start: /a/")
+
+
+def test_a_request_whose_grammar_fails_ends_alone_and_says_why() -> None:
+    good = grammars().find(Asked(json='{"const": "x"}')).text
+    texts = {"bad": head([MARKS.think_end]) + 'start: "a</think>b"\n', "good": good}
+
+    async def main() -> None:
+        async with core(1, 0) as system:
+            engine = TimedEngine(info(vocab_size=VOCABULARY), range(3, 1000), StepCost(step_ns=10_000_000))
+            bus, bulk = await system.bus("decode/d0"), await system.bulk("decode/d0")
+            await system.add(Decode("d0", bus, bulk, engine, tokenizer=tokenizer_file()))
+            asked = [
+                submit(name, 20, 30, sampling=RequestSampling(temperature=1.0, top_p=1.0, seed=3, grammar=text))
+                for name, text in texts.items()
+            ]
+            (_, bad), (output, end) = await asyncio.gather(*map(system.finish, asked))
+            assert isinstance(bad, Failed) and bad.failure.code is Code.INTERNAL
+            assert "cannot be kept to what was asked for" in bad.failure.message
+            assert "nothing is allowed here" in bad.failure.message
+            assert (text_of(output), end) == ('"x"', Finished(reason=FinishReason.STOP))
+
+    run_virtual(main())
 
 
 def test_an_engine_gives_the_same_with_drafts_and_without() -> None:
