@@ -21,6 +21,7 @@ TEXT = "/(?s:.*)/"
 
 _ANYTHING = {"type": ["null", "boolean", "number", "array", "object"]}
 _TOP = {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema", "$id"}
+_BESIDE = {"$defs", "definitions", "$schema", "$id"}
 _MAX_REFS = 16
 
 
@@ -67,7 +68,7 @@ class ToolRules:
         self._name = name
         self._shared = shared
         self._lines: list[str] = []
-        root = plain(json.loads(tool.schema))
+        root = _unnamed(plain(json.loads(tool.schema)))
         arguments, rest = _arguments(root)
         self._write_call(tool.name, [is_required for _, is_required in arguments.values()], rest is not None)
         for place, (key, (schema, _)) in enumerate(arguments.items()):
@@ -118,6 +119,16 @@ class ToolRules:
             text = text_of(detached(members, root))
             ways.append(f'{heads[1]} {self._shared.setdefault(text, f"j{len(self._shared)}")} "</" d')
         self._lines.append(f"{rule}: {' | '.join(ways)}")
+
+
+def _unnamed(root: Any) -> Any:
+    """A tool's schema itself, where it is given as one of its definitions: so one is that has parts of its own kind."""
+    for _ in range(_MAX_REFS):
+        if not isinstance(root, dict) or set(root) - _BESIDE != {"$ref"} or not isinstance(root["$ref"], str):
+            break
+        named = target(root, root["$ref"])
+        root = {**{key: root[key] for key in _BESIDE if key in root}, **named} if isinstance(named, dict) else named
+    return root
 
 
 def _arguments(root: Any) -> tuple[dict[str, tuple[Any, bool]], Any]:

@@ -250,6 +250,9 @@ def test_a_tool_that_cannot_be_kept_to_is_refused_or_ignored() -> None:
         with pytest.raises(Refusal, match="bad") as refused:
             grammars().find(asked)
         assert refused.value.failure.code is Code.UNSUPPORTED
+    node = {"properties": {"next": {"$ref": "#/$defs/node"}}, "additionalProperties": False, "type": "object"}
+    whole = Tool("tree", json.dumps({"$ref": "#/$defs/node", "$defs": {"node": node}}))  # as classes are described
+    assert 'name=\\"next\\"' in grammars().find(Asked(tools=(whole,), must_call=True)).text
     enums = {"properties": {"a": {"enum": [f"value {n}" for n in range(5000)]}}}
     large = tuple(Tool(f"t{n}", json.dumps(enums)) for n in range(3))
     found = grammars().find(Asked(tools=(*large, good)))
