@@ -158,6 +158,8 @@ class TestRebuilding:
     def test_it_waits_with_its_output_behind_its_prompt(self) -> None:
         shard, request = self.given_back(4)
         assert request.must_be_placed() and request.is_placing
+        asked = shard.resend(Resend(request_ids=["r1"], first_indexes=[1], epochs=[0]))
+        assert (asked.tokens, asked.ends) == ([1, 2, 3], []), "its recipe may ask meanwhile"
         assert request.text == prompt_bytes(5) + np.arange(4, dtype="<u4").tobytes()
         assert request.route().num_new == 9
         epoch = request.dispatch("p1", 0.0)
