@@ -30,11 +30,18 @@ async def offered(bulk: Bulk, prompt: bytes) -> AsyncIterator[Payload]:
         raise
 
 
-async def place(bus: Bus, submit: Submit, owner: Callable[[Collection[str]], str], is_over: Callable[[], bool]) -> str:
+async def place(
+    bus: Bus,
+    submit: Submit,
+    owner: Callable[[Collection[str]], str],
+    is_over: Callable[[], bool],
+    taken: Callable[[], str],
+) -> str:
     """The shard that took it: the one its id belongs to, asked again when silent, or the next one if that is gone.
 
-    `owner` says whose it is, of those not tried yet; empty while none has reported itself. Raises BusError: the
-    shard's own, worker_lost when it stays silent, cancelled once `is_over`.
+    `owner` says whose it is, of those not tried yet; empty while none has reported itself. `taken`: who has sent tokens
+    of it already, empty if nobody has; one that has ended would begin anew if asked again. Raises BusError: the shard's
+    own, worker_lost when it stays silent, cancelled once `is_over`.
     """
     tried: set[str] = set()
     num_silences = 0
@@ -43,10 +50,14 @@ async def place(bus: Bus, submit: Submit, owner: Callable[[Collection[str]], str
         try:
             return (await bus.ask(SUBMIT.at(shard) if shard else SUBMIT.any(), submit, timeout_s=ASK_TIMEOUT_S)).shard
         except BusError as error:
+            if sender := taken():
+                return sender
             if shard and error.code in (Code.NO_RESPONDERS, Code.SHUTTING_DOWN):
                 tried.add(shard)
-            elif not shard or error.code is not Code.DEADLINE_EXCEEDED:
+            elif error.code is not Code.DEADLINE_EXCEEDED:
                 raise
+            elif not shard:  # whoever has it now, another one would have it, too
+                raise fail(Code.WORKER_LOST, "no entrypoint answers") from None
             elif (num_silences := num_silences + 1) == TRIES:
                 raise fail(Code.WORKER_LOST, "the entrypoint that the request belongs to is silent") from None
     raise fail(Code.CANCELLED, "the request was cancelled")

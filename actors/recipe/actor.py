@@ -203,10 +203,10 @@ class Recipe(PublicActor):
         """Have a shard take the request. Raises BusError; then nothing of it is left on offer."""
         async with offered(self._bulk, prepared.prompt) as prompt:
             request.shard = await place(
-                self.bus,
-                prepared.submit(call, self.id, prompt, self._tenants.cache(call.tenant)),
+                *(self.bus, prepared.submit(call, self.id, prompt, self._tenants.cache(call.tenant))),
                 lambda tried: self._shards.owner(request.id, tried, self.now_s()),
                 lambda: request.is_cancelled,
+                lambda: request.shard,
             )
         if request.is_cancelled:
             self.spawn(cancel_at(self.bus, request.shard, request.id, CancelReason.CLIENT))
