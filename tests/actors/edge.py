@@ -35,6 +35,7 @@ from schemas.request import (
     Failed,
     Finished,
     FinishReason,
+    LastWord,
     Resend,
     Submit,
     Submitted,
@@ -120,7 +121,8 @@ class FakeEntrypoint(Actor):
 
     async def _on_resend(self, resend: Resend, envelope: Envelope) -> TokensEmitted:
         self.resends.append(resend)
-        counts, tokens, ends = [], [], []
+        counts, tokens = [], []
+        ends: list[tuple[int, LastWord]] = []
         for i, (id, first) in enumerate(zip(resend.request_ids, resend.first_indexes, strict=True)):
             lost = Failed(failure=Failure(code=Code.WORKER_LOST, message="not known here"))
             have, end = self.held.get(id, ([], lost))
