@@ -1,15 +1,37 @@
-"""Taking over a request at its entrypoint: the claim, and what was made of it before."""
+"""Taking a request over: its state from who offers it, from its entrypoint the claim, and what it made before."""
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+
+from bus.bulk import Bulk
 from bus.bus import Bus, BusError, fail
 from bus.subjects import CLAIM, RESEND
 from schemas.failure import Code
-from schemas.handover import Claim, Claimed, ClaimRefused, HandOver
+from schemas.handover import Claim, Claimed, ClaimRefused, HandOver, Refused
 from schemas.request import Resend
 
+PULL_S = 30.0
 ASK_S = 5.0
 ATTEMPTS = 3
+
+
+async def take_over(
+    bus: Bus, bulk: Bulk, offer: HandOver, replica: str, prepare: Callable[[bytes, list[int]], Awaitable[str]]
+) -> Claimed | Refused:
+    """Pull the state of a request on offer, `prepare` to go on with it, and claim it then.
+
+    `prepare` is given the state and, for a grammar, the output so far; it says why that cannot be gone on with, if so.
+    """
+    try:
+        state = await bulk.pull(offer.state, timeout_s=PULL_S)
+        output = await output_before(bus, offer) if offer.sampling.grammar else []
+        if why_not := await prepare(state, output):
+            return Refused(reason=why_not)
+        answer = await claim(bus, offer, replica)
+    except BusError as error:
+        return Refused(reason=str(error))
+    return answer if isinstance(answer, Claimed) else Refused(reason=answer.reason, is_final=True)
 
 
 async def claim(bus: Bus, offer: HandOver, replica: str) -> Claimed | ClaimRefused:

@@ -23,8 +23,8 @@ from actors.rules.ring import Ring
 from actors.rules.spans import end_span
 from bus.actor import Actor, Envelope, Handler
 from bus.bulk import Bulk
-from bus.bus import Bus, BusError
-from bus.claiming import claim, output_before
+from bus.bus import Bus
+from bus.claiming import take_over
 from bus.courier import Courier
 from bus.keeper import Keeper
 from bus.ranks import GroupOf, Ranks
@@ -32,7 +32,7 @@ from bus.snapshots import POOL_BYTES
 from bus.subjects import CANCEL_DECODE, HAND_OVER, RELEASE_DECODE, RESEND_DECODE, TOKENS, Address, Subject
 from kernels.engine import Admission, Engine, StateError
 from schemas.failure import Code, Failure
-from schemas.handover import ClaimRefused, HandedOver, HandOver, Refused
+from schemas.handover import Claimed, HandedOver, HandOver, Refused
 from schemas.message import Role
 from schemas.request import Cancel, CancelAcknowledged, Cancelled, Failed, Preempted, Resend, TokensEmitted
 from schemas.routing import LoadReported, Release
@@ -40,7 +40,6 @@ from schemas.routing import LoadReported, Release
 log = logging.getLogger("shoal.decode")
 tracer = trace.get_tracer("shoal")
 
-PULL_S = 30.0
 PAUSE_S = 0.5
 """How long to wait at most for one of the entrypoints when all are behind."""
 
@@ -95,7 +94,7 @@ class Decode(Actor):
         }
 
     def events(self) -> Mapping[Address[Any, Any], Handler]:
-        return self.keeper.events()
+        return self._ranks.events(self.keeper.events())
 
     async def on_start(self) -> None:
         await self._ranks.start(self._engine)
@@ -116,6 +115,7 @@ class Decode(Actor):
         detail |= {"preempted": float(self._num_preempted), "waiting_for_room": float(self._num_waiting)}
         if self._num_rows:
             detail["accepted_length"] = round(self._num_new / self._num_rows, 2)
+            detail["verified_per_token"] = round(self._engine.counts.verified / max(self._num_new, 1), 2)
         return structs.replace(
             super().load(),
             num_running=len(self.slots.running()),
@@ -150,35 +150,25 @@ class Decode(Actor):
 
     async def _take(self, generation: Generation, envelope: Envelope, span: Span) -> None:
         """Pull the state, put it into the engine, claim the request; answer the source either way."""
-        refusal: Refused | None
+        offer, prepare = generation.offer, functools.partial(self._prepare, generation)
         with trace.use_span(span):
-            try:
-                refusal = await self._pull_and_claim(generation)
-            except BusError as error:
-                refusal = Refused(reason=str(error))
-        if refusal is not None:
+            answer = await take_over(self.bus, self._bulk, offer, self.id, prepare)
+        if isinstance(answer, Claimed):
+            generation.epoch = answer.epoch
+        else:
             generation.end = Cancelled()
-            self._has_work.set()
-        await envelope.answer(refusal or HandedOver())
+        self._on_called()
+        await envelope.answer(HandedOver() if isinstance(answer, Claimed) else answer)
 
-    async def _pull_and_claim(self, generation: Generation) -> Refused | None:
-        offer = generation.offer
-        state = await self._bulk.pull(offer.state, timeout_s=PULL_S)
-        if offer.sampling.grammar:
-            output = await output_before(self.bus, offer) if offer.num_output else []
-            start = functools.partial(self._grammars.follow, offer.sampling.grammar, output)
+    async def _prepare(self, generation: Generation, state: bytes, output: list[int]) -> str:
+        """Have it put into the engine, with its grammar behind the output so far. Why it cannot be, if it cannot."""
+        if grammar := generation.offer.sampling.grammar:
+            start = functools.partial(self._grammars.follow, grammar, output)
             generation.grammar = await self.bus.seams.run_beside(start)
         restored: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._arrivals.append((generation, state, restored))
         self._has_work.set()
-        if why_not := await restored:
-            return Refused(reason=why_not)
-        answer = await claim(self.bus, offer, self.id)
-        if isinstance(answer, ClaimRefused):
-            return Refused(reason=answer.reason, is_final=True)
-        generation.epoch = answer.epoch
-        self._on_called()
-        return None
+        return await restored
 
     async def _restore_arrivals(self) -> None:
         arrivals, self._arrivals = self._arrivals, []
