@@ -10,7 +10,8 @@ class Route(Message, frozen=True):
 
     Of prefill: `num_new` tokens to compute behind `num_cached` ones in `num_blocks` blocks to load, of which the last
     `num_replayed` are computed again; `is_exact`: by all layers. Of decode: at most `num_new` tokens behind a prompt of
-    `num_cached`; `is_whole`: with room for all of them from the start. Of vision: `num_new` patches of the image `digest`.
+    `num_cached`; `is_whole`: with room for all of them from the start. Of vision: `num_new` patches of the image
+    `digest`.
     `deadline_ns` is unix time, 0 for none: what cannot be done by then is refused. `tenant`: whose request it is.
     """
 
