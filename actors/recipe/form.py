@@ -142,4 +142,7 @@ def _name(tool: Any) -> str:
 
 
 def _json(schema: Any) -> str:
-    return orjson.dumps(schema).decode()
+    try:
+        return orjson.dumps(schema).decode()
+    except TypeError as error:  # nested more than 254 deep, or a number that is none
+        raise Refusal(Code.BAD_REQUEST, f"a schema is not understood: {error}") from None

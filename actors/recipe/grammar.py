@@ -22,7 +22,8 @@ from actors.rules.grammars import MAX_BYTES, head
 from schemas.failure import Code
 
 KEPT = 128
-"""Grammars that are kept: of up to 64 KiB each."""
+KEPT_BYTES = 256 * 1024
+"""So many grammars are kept, unless what asks for them is longer."""
 
 SPELLINGS = ("</think>", "｜DSML｜")
 """Of the control tokens that the official library looks for in text."""
@@ -50,6 +51,10 @@ class Asked:
     is_single: bool = False
     format_field: str = "response_format"
     tools_field: str = "tools"
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.json) + len(self.regex) + sum(len(tool.schema) for tool in self.tools)
 
     @property
     def is_anything(self) -> bool:
@@ -127,8 +132,11 @@ class Grammars:
             try:
                 found = self._try(asked)
             except Refusal as refusal:
+                if refusal.failure.code is Code.OVERLOADED:
+                    raise
                 found = refusal
-            self._found[asked] = found
+            if asked.num_bytes <= KEPT_BYTES:
+                self._found[asked] = found
             while len(self._found) > KEPT:
                 self._found.popitem(last=False)
         if isinstance(found, Refusal):
@@ -170,6 +178,8 @@ class Grammars:
             wrong = try_out(write(replace(asked, thinks=False), MARKS))
         except Unenforceable as error:
             return error
+        except RecursionError:
+            return Unenforceable("it is nested too deep")
         if not wrong:
             return None
         wrong = _LOCATION.sub("", wrong)[:300]

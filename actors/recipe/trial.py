@@ -2,7 +2,7 @@
 
 llguidance bounds itself, but for one thing: how many patterns meet at one string (`{"allOf": [{"pattern": …}, …]}`),
 where time and memory more than double with each of them (1.3 s and 150 MB for 19). So what could be that is tried in a
-process of its own, which may take 5 s and 1 GiB.
+process of its own, which may take 2 s and 1 GiB.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from typing import NamedTuple
 import numpy as np
 from llguidance import LLTokenizer
 
+from actors.recipe.fields import Refusal
 from actors.rules.grammars import Vocabulary, follow, reason
+from schemas.failure import Code
 
 
 class Marks(NamedTuple):
@@ -32,8 +34,12 @@ END = 256
 MARKS = Marks(think_end=257, dsml=258)
 """Of grammars to be tried: there a token is a byte."""
 
-TRIAL_S = 5.0
+TRIAL_S = 2.0
 TRIAL_BYTES = 1 << 30
+MOST_TRIALS = 2
+"""Processes at a time: who tries things out takes neither all threads nor all memory."""
+
+_trials: set[object] = set()
 
 _NUM_STEPS = 256
 _MANY_PATTERNS = 4
@@ -42,15 +48,23 @@ _MEETINGS = re.compile(r'"(?:allOf|anyOf|oneOf|\$ref)"')
 
 
 def try_out(grammar: str) -> str:
-    """Why this grammar, written with `MARKS`, cannot be followed; empty if it can. Takes milliseconds, 5 s at most."""
+    """Why this grammar, written with `MARKS`, cannot be followed; empty if it can. Takes milliseconds, 2 s at most.
+
+    Raises Refusal when it would need a process, and there are enough of them.
+    """
     if len(_PATTERNS.findall(grammar)) < _MANY_PATTERNS or not _MEETINGS.search(grammar):
         return walk(grammar)
+    if len(_trials) >= MOST_TRIALS:
+        raise Refusal(Code.OVERLOADED, f"{MOST_TRIALS} schemas with many patterns are being tried here: retry later")
+    _trials.add(trial := object())
     try:
         command = [sys.executable, "-m", __name__]
-        tried = subprocess.run(command, input=grammar, capture_output=True, text=True, timeout=TRIAL_S, check=False)
+        tried = subprocess.run(command, input=grammar.encode(), capture_output=True, timeout=TRIAL_S, check=False)
     except subprocess.TimeoutExpired:
         return "Too complex: its patterns cannot be understood in time"
-    return tried.stdout if tried.returncode == 0 else "Too complex: its patterns need too much memory"
+    finally:
+        _trials.remove(trial)
+    return tried.stdout.decode() if tried.returncode == 0 else "Too complex: its patterns need too much memory"
 
 
 def walk(grammar: str) -> str:
@@ -79,7 +93,7 @@ def _bytes() -> LLTokenizer:
 
 def _main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (TRIAL_BYTES, TRIAL_BYTES))
-    sys.stdout.write(walk(sys.stdin.read()))
+    sys.stdout.buffer.write(walk(sys.stdin.buffer.read().decode()).encode())
 
 
 if __name__ == "__main__":

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
+from actors.recipe import trial
 from actors.recipe.calls import Tool
 from actors.recipe.fields import Refusal
 from actors.recipe.grammar import Asked
-from actors.recipe.trial import TRIAL_S
 from actors.rules.grammars import MAX_BYTES
 from schemas.failure import Code
 from tests.actors.constrained import (
@@ -212,6 +212,7 @@ HOSTILE: dict[str, tuple[Any, Code, str]] = {
     "endless": ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, Code.BAD_REQUEST, "an end"),
     "endless list": ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, Code.BAD_REQUEST, "without an end"),
     "deep": (deep(200), Code.UNSUPPORTED, "deep"),
+    "deep value": (json.loads('{"const":' + "[" * 900 + "]" * 900 + "}"), Code.UNSUPPORTED, "recursion|deep"),
     "long": ({"enum": [f"value {n}" for n in range(8000)]}, Code.UNSUPPORTED, "bytes"),
     "wide": ({"properties": {f"p{n}": {} for n in range(700)}, "type": "object"}, Code.UNSUPPORTED, "row has"),
     "spelled": ({"const": "</think>"}, Code.UNSUPPORTED, "</think>"),
@@ -234,11 +235,19 @@ def test_what_cannot_be_had_is_refused_at_once(name: str) -> None:
 
 
 def test_patterns_that_meet_are_tried_in_a_process_with_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    patterns = [{"type": "string", "pattern": f"^a{{{n}}}b"} for n in range(1, 6)]
+    assert grammars().find(Asked(json=json.dumps({"anyOf": patterns}))).text  # has to be tried there, too
     meeting = {"type": "string", "allOf": [{"pattern": f"a.{{{n}}}b"} for n in range(1, 40)]}
-    monkeypatch.setattr("actors.recipe.trial.TRIAL_S", 0.5)
-    assert TRIAL_S > 0.5
-    with pytest.raises(Refusal, match="Too complex"):
+    monkeypatch.setattr(trial, "TRIAL_S", 0.5)
+    with pytest.raises(Refusal, match="in time"):
         grammars().find(Asked(json=json.dumps(meeting)))
+    monkeypatch.setattr(trial, "MOST_TRIALS", 0)
+    for _ in range(2):
+        with pytest.raises(Refusal, match="retry later") as refused:
+            grammars().find(Asked(json=json.dumps({"anyOf": patterns[1:]})))
+        assert refused.value.failure.code is Code.OVERLOADED
+    monkeypatch.setattr(trial, "MOST_TRIALS", 1)
+    assert grammars().find(Asked(json=json.dumps({"anyOf": patterns[1:]}))).text  # that was not remembered
 
 
 def test_a_tool_that_cannot_be_kept_to_is_refused_or_ignored() -> None:
