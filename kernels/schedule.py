@@ -26,7 +26,7 @@ Counts = npt.NDArray[np.int64]
 
 _KEPT = 0.95  # of what was promised and came, from one verification to the next
 _KEPT_OF_ALL = 0.995  # the same, over all requests
-_DOUBT = 2.0  # drafts that a request's own record has to outweigh
+_DOUBT = 4.0  # drafts that a request's own record has to outweigh
 _SURE = 0.995  # no draft is surer than that
 _NUM_RECENT = 8  # blocks that tell what a request's next one is worth
 _NUM_OTHERS = 32  # blocks of any requests that tell the same of a new one

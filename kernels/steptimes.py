@@ -41,10 +41,13 @@ class StepTimes:
         return bool(near.any())
 
     def at(self, sizes: npt.NDArray[np.int64]) -> Floats:
-        """Seconds for each of `sizes`, ascending with them: along straight lines between those measured, proportional
-        beyond the largest, and as for the smallest below it. Only once one was measured."""
-        beyond = np.maximum(sizes / self._sizes[-1], 1.0)
-        return np.asarray(np.interp(sizes, self._sizes, self._times) * beyond, dtype=np.float64)
+        """Seconds for each of `sizes`, ascending with them: along straight lines between those measured, as for the
+        smallest below it, and beyond the largest along the line through both. Only once one was measured."""
+        first_s, last_s = self._times[0], self._times[-1]
+        span = self._sizes[-1] - self._sizes[0]
+        row_s = (last_s - first_s) / span if span else last_s / self._sizes[-1]
+        beyond = np.maximum(sizes - self._sizes[-1], 0.0)
+        return np.asarray(np.interp(sizes, self._sizes, self._times) + row_s * beyond, dtype=np.float64)
 
 
 def _rising(values: list[float]) -> Floats:
