@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
 import random
+import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,11 +37,11 @@ def grammars() -> Grammars:
 
 @functools.cache
 def tokenizer_file() -> Path:
-    import tempfile
-
-    path = Path(tempfile.mkdtemp()) / "tokenizer.json"
-    train(VOCABULARY).save(str(path))
-    return path
+    """As `make_card` trains it; removed when the process ends."""
+    folder = Path(tempfile.mkdtemp(prefix="shoal-tokenizer-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    train(VOCABULARY).save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
 
 
 @functools.cache
