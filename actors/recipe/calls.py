@@ -68,7 +68,7 @@ class ToolRules:
         self._name = name
         self._shared = shared
         self._lines: list[str] = []
-        root = _unnamed(plain(json.loads(tool.schema)))
+        root = _unnamed(plain(json.loads(tool.schema), is_strict=tool.is_strict))
         arguments, rest = _arguments(root)
         self._write_call(tool.name, [is_required for _, is_required in arguments.values()], rest is not None)
         for place, (key, (schema, _)) in enumerate(arguments.items()):

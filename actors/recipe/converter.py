@@ -220,7 +220,8 @@ class Converter:
             request = REQUESTS[protocol](normal.body)
             echo = namespaces = None
             if protocol is Protocol.RESPONSES:
-                echo = request.echo()
+                said = normal.form.said
+                echo = (REQUESTS[protocol](normal.body | said) if said else request).echo()
                 namespaces = request.namespace_tool_map(self._options)
             if normal.form.must_call:
                 freely = REQUESTS[protocol](normal.form.freely(normal.body)).convert(self._options)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import deepseek_recipe as library
@@ -27,14 +26,18 @@ _CHOICES = ("auto", "none", "required", "any", "function", "custom", "tool")
 class Form:
     """`must_call`: a tool is to be called, that of the name `tool` if there is one. `is_single`: not more than one.
 
-    What the library does not know: `schema` is that of the answer, None for none, `strict` the names of such tools.
+    `schema` is that of the answer, None for none, where the library passes over it. `is_strict` says so of the answer,
+    `strict` names such tools: rewritten by the library, a schema would lose its lengths and its definitions. `said` is
+    what the client said of both, where it has to be told again.
     """
 
     must_call: bool = False
     tool: str = ""
     is_single: bool = False
     schema: Any = None
+    is_strict: bool = False
     strict: frozenset[str] = frozenset()
+    said: dict[str, Any] = field(default_factory=dict)
 
     def freely(self, body: dict[str, Any]) -> dict[str, Any]:
         """The same body for a model that chooses, of the same tools. While it thinks the library has no other way."""
@@ -67,8 +70,7 @@ class Form:
         if kind.startswith("tool_call"):
             functions = [tool["function"] for tool in orjson.loads(text)]
             tools = tuple(
-                Tool(one["name"], _json(one["parameters"]), bool(one["strict"]) or one["name"] in self.strict)
-                for one in functions
+                Tool(one["name"], _json(one["parameters"]), one["name"] in self.strict) for one in functions
             )
         schema = self.schema if self.schema is not None else told.response_schema
         if told.response_format == "json_object":
@@ -76,7 +78,8 @@ class Form:
         stage = parsing.thinking_initial_stage
         asked = Asked(
             thinks=stage is not None and stage.starts_in_reasoning(),
-            json=text if kind == "json" and text else "" if schema is None else _json(schema),
+            json="" if schema is None else _json(schema),
+            is_strict=self.is_strict,
             regex=told.response_regex or "",
             tools=tools,
             must_call=self.must_call and bool(tools),
@@ -102,12 +105,19 @@ def take_form(protocol: Protocol, body: dict[str, Any]) -> Form:
         is_single = boolean(choice.get("disable_parallel_tool_use", False), name)
     if protocol in _TOOLS:
         is_single = not boolean(body.pop("parallel_tool_calls", True), "parallel_tool_calls")
+    schema = None if protocol in _FORMAT else _take_schema(body)
+    tools, strict = _without_strict(body.get("tools"))
+    format, is_strict = _without_strictness(protocol, body)
+    said = {name: body[name] for name in (*tools, *format)} if strict or is_strict else {}
+    body |= {**tools, **format} if said else {}
     return Form(
         must_call=kind not in (None, "auto", "none"),
         tool=_name(choice) if isinstance(choice, dict) else "",
         is_single=is_single,
-        schema=None if protocol in _FORMAT else _take_schema(body),
-        strict=frozenset(_name(tool) for tool in _strict(body.get("tools"))),
+        schema=schema,
+        is_strict=is_strict or schema is not None,
+        strict=frozenset(strict),
+        said=said,
     )
 
 
@@ -128,10 +138,40 @@ def _take_schema(body: dict[str, Any]) -> Any:
     return form["schema"]
 
 
-def _strict(tools: Any) -> Iterator[Any]:
-    for tool in tools if isinstance(tools, list) else []:
-        if isinstance(tool, dict) and (tool.get("strict") is True):
-            yield tool
+def _without_strict(tools: Any, within: str = "") -> tuple[dict[str, Any], list[str]]:
+    """The tools without it, and the names of those that had it."""
+    if not isinstance(tools, list):
+        return {}, []
+    found: list[Any] = []
+    strict: list[str] = []
+    for tool in tools:
+        if isinstance(tool, dict):
+            if tool.get("type") == "namespace":
+                inner, names = _without_strict(tool.get("tools"), f"{_name(tool)}::")
+                tool, strict = {**tool, **inner}, strict + names
+            holder = tool["function"] if isinstance(tool.get("function"), dict) else tool
+            if boolean(_or(holder.get("strict"), False), "strict"):
+                strict.append(within + _name(tool))
+            holder = {key: value for key, value in holder.items() if key != "strict"}
+            tool = {**tool, "function": holder} if "function" in tool else holder
+        found.append(tool)
+    return {"tools": found}, strict
+
+
+def _without_strictness(protocol: Protocol, body: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    """The response format without it, and whether it had it."""
+    outer = {Protocol.CHAT_COMPLETIONS: "response_format", Protocol.RESPONSES: "text"}.get(protocol, "")
+    inner = "json_schema" if outer == "response_format" else "format"
+    format = body.get(outer)
+    holder = format.get(inner) if isinstance(format, dict) else None
+    if not isinstance(format, dict) or not isinstance(holder, dict):
+        return {}, False
+    is_strict = boolean(_or(holder.get("strict"), False), "strict")
+    return {outer: {**format, inner: {key: value for key, value in holder.items() if key != "strict"}}}, is_strict
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value
 
 
 def _name(tool: Any) -> str:

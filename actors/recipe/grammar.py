@@ -36,7 +36,8 @@ _WRONG = ("Unsatisfiable", "Invalid", "Expected", "properties must", "schema mus
 
 @dataclass(frozen=True)
 class Asked:
-    """What a request asks for. `json` is a schema as text, `regex` a pattern: of the answer, "" for any.
+    """What a request asks for. `json` is a schema as text (`is_strict`: see `plain`), `regex` a pattern: of the answer,
+    "" for any.
 
     `is_in_calls`: the prompt ends within a calls section. `is_single`: one call at most. `format_field`, `tools_field`:
     the client's names for the response format and for the schema of a tool.
@@ -44,6 +45,7 @@ class Asked:
 
     thinks: bool = False
     json: str = ""
+    is_strict: bool = False
     regex: str = ""
     tools: tuple[Tool, ...] = ()
     must_call: bool = False
@@ -74,7 +76,7 @@ def write(asked: Asked, marks: Marks) -> str:
     """The text of a grammar, with these ids for the control tokens. Raises Unenforceable."""
     lines, answers = [], []
     if asked.json:
-        schema = plain(json.loads(asked.json))
+        schema = plain(json.loads(asked.json), is_strict=asked.is_strict)
         if schema is False:
             raise Unenforceable("nothing satisfies it", is_wrong=True)
         answers.append("format")

@@ -24,6 +24,9 @@ _VALUES = frozenset(
 )
 """What says something of instances; any other keyword says nothing."""
 
+_MORE = frozenset("$ref allOf anyOf oneOf patternProperties".split())
+"""What may name keys of an object besides its `properties`."""
+
 _FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 """Which are enforced; any other says nothing of an instance, as the standard has it."""
 
@@ -39,13 +42,15 @@ class Unenforceable(ValueError):
         self.is_wrong = is_wrong
 
 
-def plain(schema: Any) -> Any:
+def plain(schema: Any, *, is_strict: bool = False) -> Any:
     """A copy without what says nothing of instances (titles, defaults, unknown keywords). Raises Unenforceable.
+
+    `is_strict`: objects have no keys but those that are named, unless it says so itself.
 
     Patterns are those of ECMAScript: classes such as \\d mean ASCII. That a key comes twice is not seen, so a number of
     keys can only be asked for as far as they are named.
     """
-    found = _plain(schema, 0)
+    found = _plain(schema, 0, is_strict)
     _check_ends(found)
     return found
 
@@ -79,7 +84,7 @@ def detached(schema: Any, root: Any) -> Any:
     return {**_moved(schema), "$defs": {"root": _moved(root)}}
 
 
-def _plain(schema: Any, depth: int) -> Any:
+def _plain(schema: Any, depth: int, is_strict: bool) -> Any:
     if isinstance(schema, bool):
         return schema
     if not isinstance(schema, dict):
@@ -89,18 +94,21 @@ def _plain(schema: Any, depth: int) -> Any:
     found: dict[str, Any] = {}
     for key, value in schema.items():
         if key == "items" and isinstance(value, list):
-            found[key] = [_plain(one, depth + 1) for one in value]
+            found[key] = [_plain(one, depth + 1, is_strict) for one in value]
         elif key in _ONE:
-            found[key] = _plain(value, depth + 1)
+            found[key] = _plain(value, depth + 1, is_strict)
         elif key in _NAMED and isinstance(value, dict):
             ours = _ascii if key == "patternProperties" else str
-            found[key] = {ours(name): _plain(one, depth + 1) for name, one in value.items()}
+            found[key] = {ours(name): _plain(one, depth + 1, is_strict) for name, one in value.items()}
         elif key in _LISTED and isinstance(value, list):
-            found[key] = [_plain(one, depth + 1) for one in value]
+            is_whole = is_strict and key != "allOf"  # of which each names some of the keys
+            found[key] = [_plain(one, depth + 1, is_whole) for one in value]
         elif key == "pattern" and isinstance(value, str):
             found[key] = _ascii(value)
         elif key in _NAMED or key in _LISTED or key in _VALUES:
             found[key] = value
+    if is_strict and ("properties" in found or found.get("type") == "object") and not set(found) & _MORE:
+        found.setdefault("additionalProperties", False)
     if found.get("uniqueItems") is False:
         del found["uniqueItems"]
     if found.get("format", _FORMATS[0]) not in _FORMATS:

@@ -10,10 +10,12 @@ import pytest
 
 from actors.recipe.converter import Converter, Prepared
 from actors.recipe.fields import Refusal
+from actors.recipe.session import Session
 from actors.rules.grammars import unspelt_of
 from schemas.api import Protocol
 from schemas.failure import Code
-from tests.actors.bodies import CHAT, MESSAGES, RESPONSES, body, prepare
+from schemas.request import FinishReason
+from tests.actors.bodies import CHAT, ID, MESSAGES, RESPONSES, body, prepare
 from tests.actors.constrained import MARKS, text_of
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"], "additionalProperties": False}
@@ -108,8 +110,48 @@ def test_tools_are_called_as_their_schemas_say(converter: Converter, protocol: P
     assert 'parameter name=\\"a\\"' in loose.sampling.grammar
     strict = tool({"type": "object", **BAD}, "g", strict=True)
     code, field, message = refused(converter, protocol, tools=[tool(), strict])
-    assert "'g'" in message or code is Code.BAD_REQUEST  # the library has its own word on strict schemas
-    assert field in ("", FIELDS[protocol].replace("[]", "[1]"))
+    assert (code, field) == (Code.UNSUPPORTED, FIELDS[protocol].replace("[]", "[1]"))
+    assert "'g'" in message and "not is not supported" in message
+
+
+# As the SDKs describe a class that has a part which may be missing, or a list of them.
+PART = {"type": "object", "properties": {"z": {"type": "string", "maxLength": 5}}, "required": ["z"]}
+CLASS: dict[str, Any] = {
+    "$defs": {"Part": PART},
+    "type": "object",
+    "properties": {
+        "one": {"anyOf": [{"$ref": "#/$defs/Part"}, {"type": "null"}]},
+        "all": {"type": "array", "items": {"$ref": "#/$defs/Part"}, "minItems": 1},
+        "kind": {"enum": ["a", "b"]},
+    },
+    "required": ["one", "all", "kind"],
+}
+
+
+@pytest.mark.parametrize("protocol", [CHAT, RESPONSES, MESSAGES])
+def test_strict_is_the_schema_and_no_other_keys(converter: Converter, protocol: Protocol) -> None:
+    """The library would have rewritten it, without lengths and definitions, or refused it."""
+    fields = {"tools": [TOOLS[protocol](CLASS, strict=True)], "tool_choice": choice(protocol, "required")}
+    call = prepare(converter, protocol, **fields, **THINKING[protocol]).sampling.grammar
+    answer = prepare(converter, protocol, **told(CLASS, strict=True)[protocol]).sampling.grammar
+    for grammar in (call, answer):
+        assert '"maxLength": 5' in grammar and '"minItems": 1' in grammar
+        assert '"required": ["z"], "additionalProperties": false' in grammar
+    assert '"additionalProperties"' not in prepare(converter, CHAT, **told(CLASS)[CHAT]).sampling.grammar
+    assert "strict must be true or false" in refused(converter, CHAT, **told(CLASS, strict=7)[CHAT])[2]
+
+
+def test_a_response_says_what_it_was_asked_for(converter: Converter) -> None:
+    space = {"type": "namespace", "name": "ns", "description": "S", "tools": [responses_tool(SCHEMA, strict=True)]}
+    fields = {"tools": [responses_tool(SCHEMA, "g", strict=True), space], **told(SCHEMA, strict=True)[RESPONSES]}
+    prepared = prepare(converter, RESPONSES, **fields)
+    assert 'invoke name=\\"ns::f\\"' in prepared.sampling.grammar
+    session = Session(converter, prepared, ID, 0)
+    body = json.loads(session.finish(FinishReason.STOP, 0)[0])
+    assert body["text"]["format"]["strict"] is True
+    assert body["tools"][0]["strict"] is True
+    bad = {**space, "tools": [responses_tool({"type": "object", **BAD}, strict=True)]}
+    assert "ns::f" in refused(converter, RESPONSES, tools=[bad])[2]
 
 
 def choice(protocol: Protocol, name: str, **more: Any) -> Any:
