@@ -176,7 +176,7 @@ def _check_ends(root: Any) -> None:
         if len(ending) == num:
             break
     if not _ends(root, ending):
-        raise Unenforceable("nothing satisfies it: it refers to itself without an end", is_wrong=True)
+        raise Unenforceable("nothing that has an end satisfies it", is_wrong=True)
 
 
 def _ends(schema: Any, ending: set[str]) -> bool:
