@@ -33,7 +33,8 @@ _NUM_OTHERS = 32  # blocks of any requests that tell the same of a new one
 _PRIOR = 1.0  # blocks of its own that those count as
 _REJOIN = 32  # steps until a request is drafted for again beside others
 _SHARE = 0.02  # of the time goes into finding out whether the other way is better
-_LEAST_GAIN = 0.2  # what a try without drafts is taken to cost at least, as a part of a step
+_NEARLY = 0.96  # of the best speed is enough to verify all: runs of one length are quicker than times of others tell
+_LEAST_GAIN = 1.0  # what a try without drafts is taken to cost at least, as a part of a step
 _PATIENCE = 4  # as much rarer than new requests are other ones tried, and steps without drafts
 _INERTIA = 8  # steps that the gain of drafting is a mean of
 
@@ -193,6 +194,9 @@ class Scheduler:
         order = order[: sum(lengths)]
         draft_s = float(self.draft_times.at(np.array([len(lengths)]))[0])
         num, speed = budget(flat[order], num_rows, draft_s, self.verify_times)
+        whole_s = draft_s + float(self.verify_times.at(np.array([num_rows + len(order)]))[0])
+        if (num_rows + float(flat.sum())) / whole_s >= _NEARLY * speed:
+            num = len(order)
         plain_s = float(self.verify_times.at(np.array([num_rows]))[0])
         self._gain += (max(speed * plain_s / num_rows, 1.0) - self._gain) / _INERTIA
         taken = np.bincount(order[:num] // self._size, minlength=len(lengths))
