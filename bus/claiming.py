@@ -36,7 +36,7 @@ async def take_over(
 
 async def claim(bus: Bus, offer: HandOver, replica: str) -> Claimed | ClaimRefused:
     """The entrypoint's answer; asked again when it is silent. Raises BusError."""
-    message = Claim(request_id=offer.request_id, from_epoch=offer.epoch, replica=replica)
+    message = Claim(request_id=offer.request_id, from_epoch=offer.epoch, replica=replica, pid=bus.seams.pid)
     for attempt in range(1, ATTEMPTS + 1):
         try:
             return await bus.ask(CLAIM.at(offer.entrypoint), message, timeout_s=ASK_S)

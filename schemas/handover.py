@@ -39,7 +39,9 @@ class Dispatch(Message, frozen=True):
 
 
 class Dispatched(Message, frozen=True):
-    """The prefill replica has queued the request."""
+    """The prefill replica has queued the request, in this process."""
+
+    pid: int = 0
 
 
 class Refused(Message, frozen=True):
@@ -50,11 +52,12 @@ class Refused(Message, frozen=True):
 
 
 class HandOver(Message, frozen=True):
-    """Prefill → decode replica: pull this request's state, claim it, and generate from index `num_output` on.
+    """Prefill, or a decode replica that leaves → decode replica: pull this request's state, claim it, and generate from
+    index `num_output` on.
 
     `state` is the engine's own format (caches, rings, pair state, last hidden row) under `layout`. `chain`: how to name
-    the blocks that fill up; without it they are not stored. `num_output`, of `num_tokens`, and `is_protected`: as in
-    `Dispatch`.
+    the blocks that fill up; without it they are not stored. `num_output`, of `num_tokens`, `is_protected` and `tenant`:
+    as in `Dispatch`. From decode, the last of these tokens is in no cache yet: it is the first to be fed.
     """
 
     request_id: str
@@ -70,6 +73,7 @@ class HandOver(Message, frozen=True):
     chain: ChainEnd | None = None
     num_output: int = 0
     is_protected: bool = False
+    tenant: str = ""
 
 
 class HandedOver(Message, frozen=True):
@@ -77,11 +81,13 @@ class HandedOver(Message, frozen=True):
 
 
 class Claim(Message, frozen=True):
-    """New owner → entrypoint shard: I have the state of this request. First claim from an epoch wins."""
+    """New owner → entrypoint shard: I have the state of this request, in this process. First claim from an epoch
+    wins."""
 
     request_id: str
     from_epoch: int
     replica: str
+    pid: int = 0
 
 
 class Claimed(Message, frozen=True):

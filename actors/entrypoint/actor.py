@@ -11,7 +11,8 @@ from opentelemetry import trace
 from opentelemetry.trace import Span
 
 from actors.entrypoint.finder import Finder
-from actors.entrypoint.request import MAX_RETURNS, OVERDUE, Owner, Request, end_by, failed
+from actors.entrypoint.owner import Owner
+from actors.entrypoint.request import MAX_LOSSES, MAX_RETURNS, OVERDUE, Request, end_by, failed
 from actors.entrypoint.shard import News, Shard
 from actors.rules.outbox import Outbox
 from actors.rules.spans import end_span
@@ -39,7 +40,7 @@ tracer = trace.get_tracer("shoal")
 ROUTE_PATIENCE_S = 20.0
 """How long a request waits for a replica to appear or to have room: a worker restarts within this time."""
 
-REBUILT_PATIENCE_S = 600.0
+RESUMED_PATIENCE_S = 600.0
 """The same of one that has output already: it is to end early only by its deadline."""
 
 DISPATCH_S = 10.0
@@ -131,7 +132,7 @@ class Entrypoint(Actor):
         request = self.shard.get(claim.request_id)
         if request is None:
             return ClaimRefused(reason=f"entrypoint {self.id} does not know this request")
-        answer = request.claim(claim.from_epoch, claim.replica, self.now_s())
+        answer = request.claim(claim.from_epoch, claim.replica, self.now_s(), claim.pid)
         self._let_go(request)
         return answer
 
@@ -140,7 +141,7 @@ class Entrypoint(Actor):
             source = Owner.of(emitted.source)
         except ValueError:
             raise fail(Code.BAD_REQUEST, f"tokens of {emitted.source!r}: the source is written role/id") from None
-        news, gaps, strays, given_back = self.shard.hear(emitted, self.now_s())
+        news, gaps, strays, given_back, lost = self.shard.hear(emitted, self.now_s())
         for item in news:
             self._pass_on(item)
         for request in gaps:
@@ -150,6 +151,8 @@ class Entrypoint(Actor):
                 self.spawn(self._probe(request.owner, [request]))
         for request in given_back:
             self.spawn(self._place(request, self._spans[request.id]))
+        for request in lost:
+            self._rebuild(request, f"{emitted.source} does not hold it (any more)")
         for request_id, epoch in strays:
             self.spawn(self._holders.cancel(source, request_id, epoch))
         return Taken()
@@ -167,7 +170,7 @@ class Entrypoint(Actor):
     async def _on_exited(self, exited: ProcessExited, envelope: Envelope) -> None:
         for role in (Role.PREFILL, Role.DECODE):
             for id in exited.ids(role):
-                self._lose(Owner(role, id), f"the process {exited.name} ended")
+                self._lose(Owner(role, id), f"the process {exited.name} ended", exited.pid)
         self._vision.on_exited(exited)
         self._finder.peers.exited(exited)
 
@@ -195,7 +198,7 @@ class Entrypoint(Actor):
                         RELEASE_PREFILL,
                         request.route(),
                         lambda routed: self._dispatch(request, routed),
-                        patience_s=REBUILT_PATIENCE_S if request.num_rebuilt else ROUTE_PATIENCE_S,
+                        patience_s=RESUMED_PATIENCE_S if request.tokens else ROUTE_PATIENCE_S,
                         is_over=lambda: request.end is not None,
                     )
             except BusError as error:
@@ -234,7 +237,8 @@ class Entrypoint(Actor):
             dispatch = request.to_dispatch(self.id, routed, prompt)
             answer = await self.bus.ask(DISPATCH.at(routed.replica), dispatch, timeout_s=DISPATCH_S)
             if not isinstance(answer, Refused):
-                request.dispatched(self.now_s())
+                if request.epoch == epoch:
+                    request.dispatched(self.now_s(), answer.pid)
                 return True
             if answer.is_final:
                 raise fail(Code.CONTEXT_LENGTH, answer.reason)
@@ -274,11 +278,19 @@ class Entrypoint(Actor):
                 span.set_attributes(request.attributes())
                 end_span(span, len(request.tokens), end)
 
-    def _lose(self, owner: Owner, why: str) -> None:
+    def _lose(self, owner: Owner, why: str, pid: int = 0) -> None:
+        """It is gone, with all it held: if `pid`, as far as that was in this process."""
         self._holders.forget(owner)
-        for request in [request for request in self.shard.live() if request.owner == owner]:
-            message = f"{owner.role} replica {owner.replica} was lost: {why}"
+        for request in [one for one in self.shard.live() if one.owner == owner and (not pid or one.is_held_by(pid))]:
+            self._rebuild(request, f"{owner.role} replica {owner.replica} was lost: {why}")
+
+    def _rebuild(self, request: Request, why: str) -> None:
+        """Its state is lost. It is computed anew, by whoever is there, unless that was so too often."""
+        if not self.shard.lose(request):
+            message = f"{MAX_LOSSES} replicas were lost that had the request, and it may be why; the last: {why}"
             self._end(request, failed(Failure(code=Code.WORKER_LOST, message=message)))
+        elif self.shard.rebuild(request):
+            self.spawn(self._place(request, self._spans[request.id]))
 
     async def _cancel(self, request: Request, envelope: Envelope) -> None:
         """Reach the owner, then acknowledge to whoever asked."""
@@ -312,6 +324,9 @@ class Entrypoint(Actor):
         try:
             emitted = await self._holders.ask_after(owner, resend)
         except BusError as error:
+            for request in requests:
+                if request.owner == owner:  # it may only be slow, and is not to go on with what others will have
+                    self._free(request)
             self._lose(owner, error.failure.message)
             return
         finally:

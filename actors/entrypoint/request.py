@@ -11,6 +11,7 @@ from msgspec import structs
 
 from actors.entrypoint.images import Images
 from actors.entrypoint.lookup import Names, Plan
+from actors.entrypoint.owner import Owner
 from actors.rules.chain import BLOCK_TOKENS
 from actors.rules.hit import EXACT_OUTPUT, Hit, bounded_tokens
 from actors.rules.logprobs import KeptLogprobs
@@ -40,31 +41,20 @@ MAX_RETURNS = 1
 MAX_PREEMPTIONS = 2
 """A request that had to make way so many times has room for all of it next time, and does so no more."""
 
+MAX_LOSSES = 3
+"""A request that so many owners were lost with ends: it may be what they died of, and is not to be given to all."""
+
 
 class Verdict(Enum):
     """What became of a batch of tokens: NEWS was taken, STALE was seen before or is not the owner's, GAP is missing
-    something before it, GIVEN_BACK was taken, and its owner has no more: the request is to be rebuilt."""
+    something before it, GIVEN_BACK was taken, and its owner has no more: the request is to be rebuilt. So it is when it
+    is LOST: its owner says that it does not have it."""
 
     NEWS = "news"
     STALE = "stale"
     GAP = "gap"
     GIVEN_BACK = "given back"
-
-
-@dataclass(frozen=True, slots=True)
-class Owner:
-    """Where the state of a request is."""
-
-    role: Role
-    replica: str
-
-    @classmethod
-    def of(cls, source: str) -> Owner:
-        """Who `source` of a TokensEmitted, `role/id`, is. Raises ValueError if it is nobody."""
-        role, _, replica = source.partition("/")
-        if not replica.replace("-", "").replace("_", "").isalnum():
-            raise ValueError(f"{source!r} has no id")
-        return cls(Role(role), replica)
+    LOST = "lost"
 
 
 @dataclass(slots=True)
@@ -77,7 +67,7 @@ class Request:
     `hit` is what became of its cached prefix at the last dispatch before its output began; `is_approximate`, that a
     replay has part in its output, from some token on.
     `is_placing`: somebody is looking for a prefill replica for it; not more than one at a time may be.
-    Times are seconds of the caller's clock.
+    `owner_pid`: the process of its owner, 0 while that has not said so. Times are seconds of the caller's clock.
     """
 
     submit: Submit
@@ -89,6 +79,7 @@ class Request:
     num_returns: int = 0
     num_rebuilt: int = 0
     num_preempted: int = 0
+    num_lost: int = 0
     names: Names | None = None
     plan: Plan | None = None
     planned_s: float = 0.0
@@ -99,6 +90,7 @@ class Request:
     claimed_from: int = 0
     is_dispatching: bool = False
     owner: Owner | None = None
+    owner_pid: int = 0
     tokens: list[int] = field(default_factory=list)
     logprobs: KeptLogprobs | None = field(init=False)
     end: End | None = None
@@ -194,7 +186,7 @@ class Request:
         self._restores(*(self.plan.hit, self.plan.is_approximate) if self.plan else (Hit(), False))
         self.is_dispatching = True
         self.epoch = next(self.epochs)
-        self.owner = Owner(Role.PREFILL, replica)
+        self.owner, self.owner_pid = Owner(Role.PREFILL, replica), 0
         self.heard_s = now_s
         return self.epoch
 
@@ -267,18 +259,23 @@ class Request:
         rebuilt = {"shoal.rebuilt": self.num_rebuilt} if self.num_rebuilt else {}
         return {"shoal.cache.hit_tokens": self.hit.start, "shoal.cache.approximate": self.is_approximate, **rebuilt}
 
-    def dispatched(self, now_s: float) -> None:
-        """The replica has it."""
+    def dispatched(self, now_s: float, pid: int = 0) -> None:
+        """The replica has it, in this process."""
         self.is_dispatching = False
+        self.owner_pid = pid
         self.heard_s = now_s
 
     def refused(self) -> None:
         """The replica did not take it, or did not say, or returned it: what it does under that epoch counts no more."""
         self.is_dispatching = False
         self.epoch = next(self.epochs)
-        self.owner = None
+        self.owner, self.owner_pid = None, 0
 
-    def claim(self, from_epoch: int, replica: str, now_s: float) -> Claimed | ClaimRefused:
+    def is_held_by(self, pid: int) -> bool:
+        """Whether its owner is, or may be, this process. Word of an end may be late, when its successor is there."""
+        return self.owner_pid in (0, pid)
+
+    def claim(self, from_epoch: int, replica: str, now_s: float, pid: int = 0) -> Claimed | ClaimRefused:
         """A decode replica has the state. The first claim from the current epoch wins; a repeated one is confirmed."""
         if self.end is not None:
             return ClaimRefused(reason="the request has ended")
@@ -289,7 +286,7 @@ class Request:
         self.claimed_from = from_epoch
         self.is_dispatching = False
         self.epoch = next(self.epochs)
-        self.owner = Owner(Role.DECODE, replica)
+        self.owner, self.owner_pid = Owner(Role.DECODE, replica), pid
         self.heard_s = now_s
         return Claimed(epoch=self.epoch)
 
@@ -312,6 +309,8 @@ class Request:
         if isinstance(end, Preempted):
             self.num_preempted += 1
             return Verdict.GIVEN_BACK
+        if isinstance(end, Failed) and end.failure.code is Code.WORKER_LOST:
+            return Verdict.LOST
         if end is not None:
             self.finish(end, now_s)
         return Verdict.NEWS

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from actors.entrypoint.request import Owner, Request, Verdict
+from actors.entrypoint.owner import Owner
+from actors.entrypoint.request import MAX_LOSSES, Request, Verdict
 from actors.rules.emission import Held, resend_answer
 from actors.rules.logprobs import cut
 from schemas.request import End, LastWord, Resend, Submit, TokenLogprobs, TokensEmitted
@@ -32,12 +33,13 @@ class News(NamedTuple):
 
 class Heard(NamedTuple):
     """What became of a message: its news, requests of which something is missing before, (request id, epoch) that its
-    sender should let go of, and requests that it gave back, for somebody to place."""
+    sender should let go of, requests that it gave back, for somebody to place, and those that it does not have."""
 
     news: list[News]
     gaps: list[Request]
     strays: list[tuple[str, int]]
     given_back: list[Request]
+    lost: list[Request]
 
 
 class Shard:
@@ -48,7 +50,7 @@ class Shard:
 
     def __init__(self, id: str, first_epoch: int = 1) -> None:
         self.id = id
-        self.num_live = self._num_rebuilt = 0
+        self.num_live = self._num_rebuilt = self._num_lost = self._num_approximate = 0
         self._num_prompt_tokens = 0
         self._num_cached_tokens = 0
         self._requests: dict[str, Request] = {}
@@ -80,8 +82,13 @@ class Shard:
     def finish(self, request: Request, end: End, now_s: float) -> bool:
         """End a request; False if it has ended before."""
         is_first = request.finish(end, now_s)
-        self.num_live -= is_first
+        if is_first:
+            self._ended(request)
         return is_first
+
+    def _ended(self, request: Request) -> None:
+        self.num_live -= 1
+        self._num_approximate += request.is_approximate
 
     def silent(self, now_s: float) -> dict[Owner, list[Request]]:
         """Live requests with an owner that was not heard of for SILENCE_S, by owner."""
@@ -106,19 +113,21 @@ class Shard:
 
     def hear(self, emitted: TokensEmitted, now_s: float) -> Heard:
         """Take the tokens of many requests, each by `accept`; in order."""
-        ends, said, start, heard = dict(emitted.ends), dict(emitted.logprobs), 0, Heard([], [], [], [])
+        ends, said, start, heard = dict(emitted.ends), dict(emitted.logprobs), 0, Heard([], [], [], [], [])
         for i, request_id in enumerate(emitted.request_ids):
             stop = start + emitted.counts[i]
             tokens, start = emitted.tokens[start:stop], stop
             request = self._requests.get(request_id)
             epoch, end = emitted.epochs[i], ends.get(i)
             if request is None or request.epoch != epoch or request.end is not None:
-                if end is None and self.is_new_stray(emitted.source, request_id, now_s):
+                # Without an epoch it waits for the answer to its claim, which may be this one's.
+                if epoch and end is None and self.is_new_stray(emitted.source, request_id, now_s):
                     heard.strays.append((request_id, epoch))
                 continue
             known, first = len(request.tokens), emitted.first_indexes[i]
             verdict = self.accept(request, epoch, first, tokens, end, now_s)
-            if verdict is Verdict.NEWS or (verdict is Verdict.GIVEN_BACK and len(request.tokens) > known):
+            is_last = verdict in (Verdict.GIVEN_BACK, Verdict.LOST)
+            if verdict is Verdict.NEWS or (is_last and len(request.tokens) > known):
                 logprobs = said.get(i)
                 if logprobs is not None and request.logprobs is not None:
                     logprobs = cut(logprobs, known - first, len(tokens))
@@ -128,6 +137,8 @@ class Shard:
                 heard.gaps.append(request)
             elif verdict is Verdict.GIVEN_BACK and self.rebuild(request):
                 heard.given_back.append(request)
+            elif verdict is Verdict.LOST:
+                heard.lost.append(request)
         return heard
 
     def rebuild(self, request: Request) -> bool:
@@ -135,13 +146,20 @@ class Shard:
         self._num_rebuilt += 1
         return request.rebuild()
 
+    def lose(self, request: Request) -> bool:
+        """Its owner was lost with all that it held. False if that was once too often: then the request is to end."""
+        self._num_lost += 1
+        request.num_lost += 1
+        return request.num_lost < MAX_LOSSES
+
     def accept(
         self, request: Request, epoch: int, first_index: int, tokens: Sequence[int], end: LastWord | None, now_s: float
     ) -> Verdict:
         """Tokens for a request; see `Request.accept`."""
         was_live, has_begun = request.end is None, bool(request.tokens)
         verdict = request.accept(epoch, first_index, tokens, end, now_s)
-        self.num_live -= was_live and request.end is not None
+        if was_live and request.end is not None:
+            self._ended(request)
         if request.tokens and not has_begun:
             self._num_prompt_tokens += request.submit.num_prompt_tokens
             self._num_cached_tokens += request.num_cached(0)
@@ -149,11 +167,13 @@ class Shard:
 
     def detail(self) -> dict[str, float]:
         """Totals since its start: of requests whose first tokens came, their prompts, and what was not computed; how
-        often one was rebuilt."""
+        often one was rebuilt, and how often lost; how many ended that a replay had part in (design §5)."""
         return {
             "prompt_tokens": self._num_prompt_tokens,
             "cached_tokens": self._num_cached_tokens,
             "rebuilt": self._num_rebuilt,
+            "lost": self._num_lost,
+            "approximate": self._num_approximate,
         }
 
     def is_new_stray(self, source: str, request_id: str, now_s: float) -> bool:

@@ -156,7 +156,7 @@ class Prefill(Actor):
         known = self._job(dispatch.request_id)
         if known is not None:
             if known.dispatch.epoch >= dispatch.epoch:
-                return Dispatched()
+                return Dispatched(pid=self.bus.seams.pid)
             raise fail(Code.DUPLICATE_REQUEST, f"an earlier dispatch of {dispatch.request_id} is still being freed")
         job.arrived_s = self.now_s()
         if job.loading is Loading.NONE:
@@ -167,7 +167,7 @@ class Prefill(Actor):
             self._drop(job)
         self._load_more()
         self._has_work.set()
-        return Dispatched()
+        return Dispatched(pid=self.bus.seams.pid)
 
     async def _on_cancel(self, cancel: Cancel, envelope: Envelope) -> CancelAcknowledged:
         job = self._job(cancel.request_id)

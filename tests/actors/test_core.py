@@ -338,8 +338,10 @@ def test_a_deadline_that_cannot_be_met_ends_a_request_at_once(left_ns: int, why:
 
 @pytest.mark.parametrize("victim", ["prefill/p0", "decode/d0"])
 @pytest.mark.parametrize("delay_s", [0.0, 0.02, 0.04, 0.06, 0.2])
-def test_a_killed_worker_ends_or_completes_its_requests_and_new_ones_succeed(victim: str, delay_s: float) -> None:
+def test_requests_of_a_killed_worker_go_on_elsewhere(victim: str, delay_s: float) -> None:
     async def main() -> None:
+        async with core() as alone:
+            expected = await alone.finish(submit("r0", num_tokens=500, max_tokens=50))
         async with core(2, 2, SLOW) as system:
             requests = [submit(f"r{i}", num_tokens=500, max_tokens=50) for i in range(8)]
             for request in requests:
@@ -350,11 +352,8 @@ def test_a_killed_worker_ends_or_completes_its_requests_and_new_ones_succeed(vic
                 await asyncio.wait_for(system.listener.over(request.request_id).wait(), 120)
             for request in requests:
                 end = system.listener.ends[request.request_id]
-                tokens = system.listener.tokens[request.request_id]
-                if isinstance(end, Failed):
-                    assert end.failure.code is Code.WORKER_LOST
-                else:
-                    assert end == LENGTH and len(tokens) == 50
+                assert (system.listener.tokens[request.request_id], end) == expected
+            assert system.entrypoint.shard.detail()["lost"] <= 8
             _, end = await system.finish(submit("after"))
             assert end == LENGTH
             assert await quiet(system) == {}

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from actors.entrypoint.request import MAX_PREEMPTIONS, OVERDUE, Owner, Request, Verdict
+from actors.entrypoint.owner import Owner
+from actors.entrypoint.request import MAX_PREEMPTIONS, OVERDUE, Request, Verdict
 from actors.entrypoint.shard import RETENTION_S, SILENCE_S, Shard
 from actors.rules.hit import Hit
 from schemas.bulk import Handle, Payload
@@ -25,6 +26,7 @@ from schemas.vision import Image
 from tests.actors.builders import prompt_bytes, submit
 
 STOP = Finished(reason=FinishReason.STOP)
+TOTALS = {"prompt_tokens": 0, "cached_tokens": 0, "rebuilt": 0, "lost": 0, "approximate": 0}
 
 
 def new() -> Request:
@@ -180,7 +182,7 @@ class TestRebuilding:
         heard = shard.hear(gives_back(0, epoch, [7, 8]), 0.0)
         ((_, first, tokens, end, _),) = heard.news
         assert (first, tokens, end) == (0, [7, 8], None) and request.must_be_placed()
-        assert shard.hear(gives_back(0, epoch, [7, 8]), 0.0) == ([], [], [], [])
+        assert shard.hear(gives_back(0, epoch, [7, 8]), 0.0) == ([], [], [], [], [])
 
     def test_much_output_is_taken_for_prompt_which_is_approximate_and_for_exact_ones_it_is_not(self) -> None:
         for num_tokens, exact, is_approximate in ((1024, False, False), (1025, False, True), (1025, True, False)):
@@ -280,12 +282,12 @@ class TestShard:
             assert request is not None
             epoch = request.dispatch("p0", 0.0)
             request.hit = Hit(start // 128, start)
-            assert shard.detail() == {"prompt_tokens": number * 512, "cached_tokens": 0, "rebuilt": 0}
+            assert shard.detail() == {**TOTALS, "prompt_tokens": number * 512}
             shard.accept(request, epoch, 0, [1], None, 0.0)
             shard.accept(request, epoch, 0, [1, 2], STOP, 0.0)
         given_up = shard.submit(submit("r2"), 0.0)
         assert given_up is not None and shard.finish(given_up, Cancelled(), 0.0)
-        assert shard.detail() == {"prompt_tokens": 1024, "cached_tokens": 256, "rebuilt": 0}
+        assert shard.detail() == {**TOTALS, "prompt_tokens": 1024, "cached_tokens": 256}
 
 
 class OneEnd(RuleBasedStateMachine):

@@ -340,13 +340,7 @@ def test_decode_is_killed_while_one_makes_way(truth: dict[str, list[int]], num_t
         await system.with_decode("d0", SLOW, num_slots=8, capacity_tokens=CAPACITY)
 
     system = run_virtual(run(broker, CAPACITY, during))
-    for id, end in system.listener.ends.items():
-        tokens = system.listener.tokens[id]
-        assert tokens == truth[id][: len(tokens)]
-        if end != LENGTH:
-            assert isinstance(end, Failed) and end.failure.code is Code.WORKER_LOST
-    if num_turns > 1 or num_ms:  # the news were out
-        assert system.listener.ends[broker.preempted[0]] == LENGTH
+    assert system.listener.tokens == truth and set(system.listener.ends.values()) == {LENGTH}
 
 
 def test_the_deadline_holds_for_one_that_waits_to_be_computed_anew(truth: dict[str, list[int]]) -> None:

@@ -141,7 +141,7 @@ MESSAGES: list[Message] = [
         sampling=SAMPLING,
         limits=LIMITS,
     ),
-    Dispatched(),
+    Dispatched(pid=7),
     Refused(reason="full"),
     Refused(reason="never", is_final=True),
     HandOver(
@@ -157,7 +157,7 @@ MESSAGES: list[Message] = [
         limits=LIMITS,
     ),
     HandedOver(),
-    Claim(request_id="r", from_epoch=1, replica="d"),
+    Claim(request_id="r", from_epoch=1, replica="d", pid=7),
     Claimed(epoch=2),
     ClaimRefused(reason="late"),
     Route(request_id="r", num_new=9),
