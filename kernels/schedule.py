@@ -33,7 +33,7 @@ _NUM_OTHERS = 32  # blocks of any requests that tell the same of a new one
 _PRIOR = 1.0  # blocks of its own that those count as
 _REJOIN = 32  # steps until a request is drafted for again beside others
 _SHARE = 0.02  # of the time goes into finding out whether the other way is better
-_NEARLY = 0.96  # of the best speed is enough to verify all: runs of one length are quicker than times of others tell
+_NEARLY = 0.96  # of the best speed is enough to take all: runs of one length are quicker than times of others tell
 _LEAST_GAIN = 1.0  # what a try without drafts is taken to cost at least, as a part of a step
 _PATIENCE = 4  # as much rarer than new requests are other ones tried, and steps without drafts
 _INERTIA = 8  # steps that the gain of drafting is a mean of
@@ -159,6 +159,8 @@ class Scheduler:
         order = np.argsort(-worths, kind="stable")
         gains = np.cumsum(worths[order]) - speed * drafts_s
         best = int(np.argmax(gains))
+        if gains[-1] > max(gains[best] - (1.0 - _NEARLY) * speed * (full_s + drafts_s[-1]), 0.0):
+            best = len(able) - 1
         self._saved_s += _SHARE * plain_s
         new = [number for number in able if histories[number].blocks is None]
         if gains[best] > 0:
