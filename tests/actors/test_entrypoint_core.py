@@ -12,15 +12,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from actors.entrypoint.owner import Owner
-from actors.entrypoint.request import MAX_PREEMPTIONS, OVERDUE, Request, Verdict
+from actors.entrypoint.request import MAX_LOSSES, MAX_PREEMPTIONS, OVERDUE, Request, Verdict
 from actors.entrypoint.shard import RETENTION_S, SILENCE_S, Shard
+from actors.rules.emission import resend_answer
 from actors.rules.hit import Hit
 from schemas.bulk import Handle, Payload
 from schemas.cache import HitShortened
 from schemas.failure import Code, Failure
 from schemas.handover import Claimed, ClaimRefused
 from schemas.message import Role
-from schemas.request import Cancelled, Finished, FinishReason, Limits, Preempted, Resend, TokensEmitted
+from schemas.request import Cancelled, Failed, Finished, FinishReason, Limits, Preempted, Resend, TokensEmitted
 from schemas.routing import Routed
 from schemas.vision import Image
 from tests.actors.builders import prompt_bytes, submit
@@ -236,6 +237,29 @@ class TestShard:
         assert not shard.is_new_stray("decode/d0", "r1", SILENCE_S - 0.1)
         assert shard.is_new_stray("decode/d1", "r1", 0.1)
         assert shard.is_new_stray("decode/d0", "r1", SILENCE_S)
+
+    def test_who_waits_for_the_answer_to_its_claim_is_not_told_to_let_go(self) -> None:
+        shard = Shard("e0")
+        request = shard.submit(submit(), 0.0)
+        assert request is not None
+        assert isinstance(request.claim(request.dispatch("p0", 0.0), "d0", 0.0), Claimed)
+        for epoch, strays in ((0, []), (request.epoch - 1, [("r1", request.epoch - 1)])):
+            said = TokensEmitted(
+                source="decode/d0", request_ids=["r1"], epochs=[epoch], first_indexes=[0], counts=[0], tokens=[]
+            )
+            assert shard.hear(said, 0.0).strays == strays
+
+    def test_one_whose_owner_does_not_have_it_is_lost_and_not_ended(self) -> None:
+        shard = Shard("e0")
+        request = shard.submit(submit(), 0.0)
+        assert request is not None
+        epoch, unknown = request.dispatch("p0", 0.0), Failed(failure=Failure(code=Code.WORKER_LOST, message="gone"))
+        answer = resend_answer("prefill/p0", shard.missed([request]), lambda id: None)
+        heard = shard.hear(answer, 0.0)
+        assert heard.lost == [request] and request.end is None and heard.news == []
+        assert [shard.lose(request) for _ in range(MAX_LOSSES)] == [True] * (MAX_LOSSES - 1) + [False]
+        request.refused()
+        assert request.accept(epoch, 0, [], unknown, 0.0) is Verdict.STALE
 
     def test_one_live_request_per_id(self) -> None:
         shard = Shard("e0")

@@ -1,0 +1,231 @@
+"""A process that was stopped, or cut off, and comes back: by then others have what it had, and nothing it does counts.
+
+Worse than SIGSTOP: while it is away it goes on, and all that it has said, and was told, is heard when it is back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from actors.decode.actor import Decode
+from bus.bus import Delivery
+from bus.memory import MemoryWire, _Subscription
+from bus.subjects import EXITED
+from kernels.timed import StepCost, TimedEngine
+from run.simulator import RecordingBroker
+from run.virtual import run_virtual
+from schemas.failure import Code
+from schemas.liveness import ProcessExited
+from schemas.request import Cancelled, Failed, Finished, FinishReason, Limits
+from tests.actors.builders import submit
+from tests.actors.cached import ask, cached, prompt
+from tests.actors.core import Core, core, quiet
+
+LENGTH = Finished(reason=FinishReason.LENGTH)
+SLOW = StepCost(step_ns=20_000_000)
+NUM_OUTPUT = 300
+
+
+class Parting(RecordingBroker):
+    """Keeps what the wires that are away say, and what is for them, until they are back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.away: set[MemoryWire] = set()
+        self._said: list[tuple[MemoryWire, Delivery]] = []
+        self._for_them: list[tuple[_Subscription, Delivery]] = []
+
+    def publish(self, source: MemoryWire, delivery: Delivery) -> None:
+        if source in self.away:
+            self._said.append((source, delivery))
+            return
+        super().publish(source, delivery)
+
+    def _choose(self, matching: list[_Subscription]) -> list[_Subscription]:
+        return [_Kept(one, self) if one.wire in self.away else one for one in super()._choose(matching)]
+
+    def keep(self, subscription: _Subscription, delivery: Delivery) -> None:
+        self._for_them.append((subscription, delivery))
+
+    def back(self) -> None:
+        self.away.clear()
+        said, self._said = self._said, []
+        heard, self._for_them = self._for_them, []
+        for subscription, delivery in heard:
+            asyncio.get_running_loop().call_soon(subscription.deliver, delivery)
+        for source, delivery in said:
+            super().publish(source, delivery)
+
+
+class _Kept(_Subscription):
+    """One whose wire is away."""
+
+    def __init__(self, of: _Subscription, broker: Parting) -> None:
+        super().__init__(of.wire, of.subject, of.queue, of.on_delivery)
+        self._of, self._broker = of, broker
+
+    def deliver(self, delivery: Delivery) -> None:
+        self._broker.keep(self._of, delivery)
+
+
+async def undisturbed(num_requests: int, *, num_tokens: int = 400) -> list[list[int]]:
+    async with core(1, 1) as system:
+        wanted = [ask(f"r{i}", prompt(num_tokens, i), NUM_OUTPUT) for i in range(num_requests)]
+        return [(await system.finish(one))[0] for one in wanted]
+
+
+async def finished(system: Core, num_requests: int) -> list[list[int]]:
+    """The answers, which are whole."""
+    names = [f"r{i}" for i in range(num_requests)]
+    await asyncio.gather(*(system.listener.over(name).wait() for name in names))
+    assert [system.listener.ends[name] for name in names] == [LENGTH] * num_requests
+    return [system.listener.tokens[name] for name in names]
+
+
+@pytest.mark.parametrize("victim", ["prefill/p0", "decode/d0"])
+@pytest.mark.parametrize(("from_s", "away_s"), [(0.0, 5.0), (0.2, 5.0), (0.02, 30.0), (0.2, 300.0)])
+def test_one_that_comes_back_writes_emits_and_frees_nothing_that_others_have(
+    victim: str, from_s: float, away_s: float
+) -> None:
+    """Case 4: stopped for a second to five minutes, which nobody says."""
+
+    async def main() -> None:
+        expected = await undisturbed(4)
+        broker = Parting()
+        async with cached(broker=broker) as system:
+            for i in range(4):
+                await system.send(ask(f"r{i}", prompt(400, i), NUM_OUTPUT))
+            await asyncio.sleep(from_s)
+            broker.away.add(system.wires[victim])
+            await asyncio.sleep(away_s)
+            if away_s >= 30.0:
+                assert not system.entrypoint.shard.num_live  # nobody waited for it
+            broker.back()
+            assert await finished(system, 4) == expected
+            await system.settle(30.0)
+            assert await quiet(system) == {}
+            # What it stored, kept and dropped is as good as anybody's.
+            for i in range(4):
+                assert await system.run(ask(f"again{i}", prompt(400, i), NUM_OUTPUT)) == expected[i]
+
+    run_virtual(main())
+
+
+def test_one_said_to_have_ended_that_goes_on_is_told_to_let_go() -> None:
+    async def main() -> None:
+        expected = await undisturbed(4)
+        async with core(1, 2, SLOW) as system:
+            for i in range(4):
+                await system.send(ask(f"r{i}", prompt(400, i), NUM_OUTPUT))
+            await asyncio.sleep(2.0)
+            for id in ("d0", "d1"):
+                await tell_exit(system, f"decode/{id}", pid=1)
+            await asyncio.sleep(0.3)
+            assert sum(len(one.slots) for one in system.actors.values() if isinstance(one, Decode)) == 4
+            assert await finished(system, 4) == expected
+            assert system.entrypoint.shard.detail()["lost"] == 4
+            assert await quiet(system, 5.0) == {}
+
+    run_virtual(main())
+
+
+def test_what_it_says_late_is_heard_by_nobody() -> None:
+    """Not even where it would fit: its text is another one."""
+
+    async def main() -> None:
+        expected = await undisturbed(4)
+        broker = Parting()
+        async with core(1, 2, SLOW, broker) as system:
+            for i in range(4):
+                await system.send(ask(f"r{i}", prompt(400, i), NUM_OUTPUT))
+            await asyncio.sleep(1.0)
+            broker.away.add(system.wires["decode/d0"])
+            zombie = system.actors["decode/d0"]
+            assert isinstance(zombie, Decode) and isinstance(zombie._engine, TimedEngine) and len(zombie.slots)
+            for generation in zombie.slots:
+                zombie._engine._requests[generation.id].digest ^= 1
+            await tell_exit(system, "decode/d0", pid=1)
+            await asyncio.sleep(0.7)
+            broker.back()
+            assert await finished(system, 4) == expected
+            assert await quiet(system) == {}
+
+    run_virtual(main())
+
+
+async def tell_exit(system: Core, member: str, pid: int) -> None:
+    await system.listener.bus.tell(EXITED.all(), ProcessExited(name="x", pid=pid, members=[member]))
+
+
+@pytest.mark.parametrize("member", ["prefill/p0", "decode/d0"])
+def test_word_of_an_end_that_comes_when_the_successor_is_there_takes_nothing_from_it(member: str) -> None:
+    async def main() -> None:
+        async with core(1, 1, SLOW) as system:
+            await system.send(submit("r", num_tokens=600, max_tokens=NUM_OUTPUT))
+            await asyncio.sleep(0.01 if "prefill" in member else 1.0)
+            owner = next(system.entrypoint.shard.live()).owner
+            assert owner is not None and f"{owner.role}/{owner.replica}" == member
+            await tell_exit(system, member, pid=7)  # the simulated ones all have 1
+            await system.listener.over("r").wait()
+            assert system.listener.ends["r"] == LENGTH and system.entrypoint.shard.detail()["lost"] == 0
+
+    run_virtual(main())
+
+
+# What becomes of a lost one meanwhile
+
+
+async def cancelled(system: Core) -> None:
+    assert (await system.cancel("r")).was_running
+    assert system.listener.ends["r"] == Cancelled()
+
+
+async def overdue(system: Core) -> None:
+    await asyncio.sleep(8.0)
+    end = system.listener.ends["r"]
+    assert isinstance(end, Failed) and end.failure.code is Code.DEADLINE_EXCEEDED
+
+
+@pytest.mark.parametrize("ended", [cancelled, overdue])
+def test_one_that_waits_to_be_computed_anew_can_be_ended(ended: Callable[[Core], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with core(1, 1, SLOW) as system:
+            limits = Limits(max_tokens=900, deadline_ns=int(9e9))
+            await system.send(submit("r", limits=limits))
+            await asyncio.sleep(1.0)
+            system.kill("decode/d0")
+            await tell_exit(system, "decode/d0", pid=1)
+            await asyncio.sleep(1.0)
+            assert system.listener.tokens["r"] and not system.listener.ends
+            await ended(system)
+            assert await quiet(system, 5.0) == {}
+
+    run_virtual(main())
+
+
+def test_one_that_takes_its_replicas_with_it_does_not_take_all() -> None:
+    """Case 3, 24: three are lost with it, and the others go on where they are."""
+
+    async def main() -> None:
+        (expected,) = await undisturbed(1)
+        async with core(1, 4, SLOW) as system:
+            await system.send(submit("bad", max_tokens=900))
+            await asyncio.sleep(1.0)
+            for _ in range(3):
+                (owner,) = [one.owner for one in system.entrypoint.shard.live()]
+                assert owner is not None
+                system.kill(f"{owner.role}/{owner.replica}")
+                await tell_exit(system, f"{owner.role}/{owner.replica}", pid=1)
+                await asyncio.sleep(1.0)
+            end = system.listener.ends["bad"]
+            assert isinstance(end, Failed) and end.failure.code is Code.WORKER_LOST
+            assert "3 replicas were lost that had the request" in end.failure.message
+            assert (await system.finish(ask("r0", prompt(400, 0), NUM_OUTPUT)))[0] == expected
+            assert await quiet(system) == {}
+
+    run_virtual(main())
+
+
