@@ -14,9 +14,9 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from bus.bus import DEADLINE_HEADER, Bus, BusError, Delivery, decoder
 from bus.metrics import record_load
-from bus.subjects import LOAD, Address, Subject, ping, report_load
+from bus.subjects import LOAD, Address, Subject, drain, ping, report_load
 from schemas.failure import Code, Failure
-from schemas.liveness import Ping, Pong
+from schemas.liveness import Drain, Ping, Pong
 from schemas.message import Message, Role
 from schemas.routing import LoadReported, ReportLoad
 
@@ -28,6 +28,14 @@ HEARTBEAT_S = 2.0
 
 RESERVE = 8
 """One in so many places of a mailbox is for asks, which have a deadline: data cannot keep out a ping or a cancel."""
+
+GRACE_S = 60.0
+"""How long what is here goes on when an actor leaves, unless it is told otherwise."""
+
+LAST_S = 12.0
+"""What is left after the grace is seen off within this time."""
+
+LOOK_S = 0.02
 
 _propagator = TraceContextTextMapPropagator()
 
@@ -70,8 +78,9 @@ class Actor:
     - `spawn()` starts work that outlives a handler; the actor owns it, and its crash is the actor's crash.
     - A full mailbox answers asks with `overloaded`; tells are counted in `num_dropped` and repaired by their sequence
       numbers. It is full for them before it is for asks.
-    - `drain()` stops new work at the door (what that means is the subclass's); `stop()` is idempotent, ends spawned
-      work, calls `on_stop()`, and answers every pending ask with `shutting_down`.
+    - `drain()` stops new work at the door (what that means is the subclass's), and once it `is_drained` nothing is lost
+      with it; `leave()` waits for that.
+    - `stop()` is idempotent, ends spawned work, calls `on_stop()`, and answers every pending ask with `shutting_down`.
     """
 
     role: ClassVar[Role]
@@ -92,6 +101,7 @@ class Actor:
         self._crash: BaseException | None = None
         self._report_seq = 0
         self._is_ready = False
+        self._has_left = False
         self._is_stopped = False
 
     # What a subclass says
@@ -126,10 +136,16 @@ class Actor:
             is_accepting=not self.is_draining,
         )
 
+    @property
+    def is_drained(self) -> bool:
+        """Of one that drains: nothing is here any more that others would miss."""
+        return True
+
     # What a supervisor calls
 
     async def run(self, ready: Callable[[], None]) -> None:
-        """Live until cancelled or crashed. `ready` is called once subscriptions are in place and `on_start` is done."""
+        """Live until cancelled or crashed, or told to leave. `ready` is called once subscriptions are in place and
+        `on_start` is done."""
         try:
             await self._listen()
             await self.on_start()
@@ -147,13 +163,25 @@ class Actor:
                 if self._crash is not None:
                     raise self._crash
                 await self.flush()
+                if self._has_left:
+                    return
         finally:
             await self.stop()
 
-    async def drain(self) -> None:
-        """Take no new work; go on with what is here."""
+    async def drain(self, grace_s: float = GRACE_S) -> None:
+        """Take no new work; go on with what is here for so long, then see it off. Idempotent."""
         self.is_draining = True
         await self.report_load()
+
+    async def leave(self, grace_s: float) -> None:
+        """Drain, and return once nothing is left here, or when there is no more time for it."""
+        end_s = self.now_s() + grace_s + LAST_S
+        await self.drain(grace_s)
+        while not self.is_drained:
+            if self.now_s() >= end_s:
+                log.warning("%s %s leaves with requests that nobody took", self.role, self.id)
+                return
+            await asyncio.sleep(LOOK_S)
 
     async def stop(self) -> None:
         """End. Idempotent."""
@@ -212,6 +240,7 @@ class Actor:
         handlers = {subject.verb: (subject, handler) for subject, handler in self.handlers().items()}
         handlers["ping"] = (ping(self.role), self._on_ping)
         handlers["report"] = (report_load(self.role), self._on_report_load)
+        handlers["drain"] = (drain(self.role), self._on_drain)
 
         def on_delivery(delivery: Delivery) -> None:
             verb = delivery.subject.rpartition(".")[2]
@@ -289,6 +318,18 @@ class Actor:
 
     async def _on_report_load(self, message: ReportLoad, envelope: Envelope) -> None:
         await self.report_load()
+
+    async def _on_drain(self, message: Drain, envelope: Envelope) -> LoadReported | None:
+        if message.incarnation not in ("", self.incarnation):
+            return self.load()  # the one that was meant has left already
+        self.spawn(self._leave(message.grace_s, envelope))
+        return None
+
+    async def _leave(self, grace_s: float, envelope: Envelope) -> None:
+        await self.leave(grace_s)
+        await envelope.answer(self.load())
+        self._has_left = True
+        self.wake()
 
     def _on_task_done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.pop(task, None)

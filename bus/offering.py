@@ -39,6 +39,13 @@ class Offering:
         self._state = state
         self._to_hand_over = to_hand_over
         self._cancelled = asyncio.Event()
+        self.is_taken = False
+        """A replica has said that it owns the request."""
+
+    @property
+    def is_over(self) -> bool:
+        """Cancelled, ended, or owned elsewhere."""
+        return self._cancelled.is_set()
 
     def cancel(self) -> None:
         """Stop soon. Idempotent."""
@@ -84,7 +91,8 @@ class Offering:
             self._bulk.withdraw(handle)
         if isinstance(answer, Refused) and answer.is_final:
             self.cancel()  # it has ended, or is owned elsewhere
-        return not isinstance(answer, Refused)
+        self.is_taken = not isinstance(answer, Refused)
+        return self.is_taken
 
     async def _is_held(self, message: HandOver, replica: str) -> bool:
         """Whether a decode replica still has our offer: one that was killed meanwhile cannot say so by itself."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any, Protocol
 
-from bus.actor import Actor
+from bus.actor import GRACE_S, Actor
 from bus.bus import Bus, Delivery, OnFate
 from bus.subjects import API_PREFIX, api, is_inbox, read_api
 from schemas import api as schema
@@ -93,9 +93,9 @@ class PublicActor(Actor):
                 self._public.append(await self.bus.wire.subscribe(subject, on_delivery, queue=self.role))
         self._unsubscribes.extend(self._public)
 
-    async def drain(self) -> None:
+    async def drain(self, grace_s: float = GRACE_S) -> None:
         await asyncio.gather(*(unsubscribe() for unsubscribe in self._public))
-        await super().drain()
+        await super().drain(grace_s)
 
     async def flush(self) -> None:
         messages, self.outbox[:] = list(self.outbox), []

@@ -34,7 +34,7 @@ from schemas.cache import (
 )
 from schemas.experts import ExpertsUsed, GroupBroken, PlaceExperts, RankStarted, StepWanted
 from schemas.handover import Claim, Claimed, ClaimRefused, Dispatch, Dispatched, HandedOver, HandOver, Refused
-from schemas.liveness import Ping, Pong, ProcessExited
+from schemas.liveness import Drain, Ping, Pong, ProcessExited
 from schemas.message import Message, Role
 from schemas.quota import AdmitCall, Admitted, TokensUsed
 from schemas.request import Cancel, CancelAcknowledged, Resend, Submit, Submitted, Taken, TokensEmitted
@@ -165,6 +165,11 @@ def ping(role: str) -> Subject[Ping, Pong]:
 def report_load(role: str) -> Subject[ReportLoad, None]:
     """Every actor hears this, at `.all()`."""
     return Subject(role, "report", ReportLoad)
+
+
+def drain(role: str) -> Subject[Drain, LoadReported]:
+    """Every actor hears this, and leaves."""
+    return Subject(role, "drain", Drain, LoadReported)
 
 
 API_PREFIX = "shoal.api."

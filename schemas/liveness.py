@@ -19,6 +19,16 @@ class Pong(Message, frozen=True):
     num_queued: int
 
 
+class Drain(Message, frozen=True):
+    """Leave: what is here goes on for `grace_s`, and is seen off then. Answered at the end, with the last load report.
+
+    Whoever supervises the actor starts it anew. Idempotent: with an `incarnation`, only that one is meant.
+    """
+
+    grace_s: float
+    incarnation: str = ""
+
+
 class ProcessExited(Message, frozen=True):
     """The supervisor saw a process end. Its actors (`members`, as `role/id`) are gone with all they held."""
 

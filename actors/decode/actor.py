@@ -12,16 +12,16 @@ from typing import Any
 
 from msgspec import structs
 from opentelemetry import trace
-from opentelemetry.trace import Span
 
 from actors.decode.blocks import Filling
 from actors.decode.grammar import Grammars
 from actors.decode.pressure import relieve
-from actors.decode.slots import Generation, Said, Slots
+from actors.decode.slots import Generation, Slots
+from actors.decode.telling import Telling, Totals
 from actors.rules.outbox import Outbox
 from actors.rules.ring import Ring
 from actors.rules.spans import end_span
-from bus.actor import Actor, Envelope, Handler
+from bus.actor import GRACE_S, Actor, Envelope, Handler
 from bus.bulk import Bulk
 from bus.bus import Bus
 from bus.claiming import take_over
@@ -36,6 +36,8 @@ from schemas.handover import Claimed, HandedOver, HandOver, Refused
 from schemas.message import Role
 from schemas.request import Cancel, CancelAcknowledged, Cancelled, Failed, Preempted, Resend, TokensEmitted
 from schemas.routing import LoadReported, Release
+from supervisors.grace import Fate
+from supervisors.leaving import Leaving
 
 log = logging.getLogger("shoal.decode")
 tracer = trace.get_tracer("shoal")
@@ -52,6 +54,7 @@ class Decode(Actor):
 
     What fills up of their blocks is read between steps and stored in the background; the windows at the ends of the
     last two are kept when a request ends. In a `group` it steps with the other ranks, also when it has no requests.
+    At the end of its grace it has others go on with what it still has (`supervisors/leaving.py`).
     """
 
     role = Role.DECODE
@@ -74,16 +77,14 @@ class Decode(Actor):
         self.slots = Slots(info.num_slots, info.capacity_tokens, info.max_tokens)
         self._arrivals: list[tuple[Generation, bytes, asyncio.Future[str]]] = []
         self._outbox = Outbox(f"{self.role}/{id}")
-        self._said: list[Said] = []
+        self._telling = Telling(self._outbox)
         self._courier = Courier(bus, TOKENS, self._outbox, self.wake, self._abandon)
         self.keeper = Keeper(bus, bulk, f"{self.role}/{id}", Ring, self.spawn, snapshot_bytes)
-        self._spans: dict[str, Span] = {}
-        self._num_preempted = self._num_waiting = 0
-        self._num_rows = self._num_new = 0  # requests in all steps, and the tokens they got
+        self._leaving = Leaving(bus, bulk, self.spawn, self._on_called)
+        self._totals = Totals()
         self._has_work = asyncio.Event()
         self._ranks = Ranks(bus, self.role, id, group, self.spawn, self._on_called)
-        self._has_sent = asyncio.Event()
-        self._has_changed = asyncio.Event()
+        self._has_sent, self._has_changed = asyncio.Event(), asyncio.Event()
 
     def handlers(self) -> Mapping[Subject[Any, Any], Handler]:
         return {
@@ -105,17 +106,14 @@ class Decode(Actor):
     async def on_stop(self) -> None:
         self.keeper.close()
         await self._engine.close()
-        for span in self._spans.values():
+        for span in [one.span for one in self.slots if one.span is not None]:
             span.end()
 
     def load(self) -> LoadReported:
         info = self._engine.info
         detail = {**self.keeper.detail(), "snapshots": float(len(self.keeper.snapshots))}
-        detail |= self.slots.load().detail()
-        detail |= {"preempted": float(self._num_preempted), "waiting_for_room": float(self._num_waiting)}
-        if self._num_rows:
-            detail["accepted_length"] = round(self._num_new / self._num_rows, 2)
-            detail["verified_per_token"] = round(self._engine.counts.verified / max(self._num_new, 1), 2)
+        detail |= self.slots.load().detail() | self._totals.detail(self._engine.counts.verified)
+        detail |= self._leaving.detail()
         return structs.replace(
             super().load(),
             num_running=len(self.slots.running()),
@@ -131,6 +129,14 @@ class Decode(Actor):
         if await self._courier.flush():
             self._has_sent.set()
 
+    async def drain(self, grace_s: float = GRACE_S) -> None:
+        self._leaving.drain(grace_s)
+        await super().drain(grace_s)
+
+    @property
+    def is_drained(self) -> bool:
+        return self._leaving.is_gone(len(self.slots)) and self._outbox.is_idle(self.now_s())
+
     # Arriving
 
     async def _on_hand_over(self, offer: HandOver, envelope: Envelope) -> Refused | None:
@@ -142,15 +148,15 @@ class Decode(Actor):
             return Refused(reason=f"decode {self.id} has no room, or holds this request already")
         self._has_changed.set()
         generation.filling = Filling.of(offer, info)
-        span = tracer.start_span("decode", context=envelope.context)
-        span.set_attribute("shoal.replica", self.id)
-        self._spans[offer.request_id] = span
-        self.spawn(self._take(generation, envelope, span))
+        generation.span = tracer.start_span("decode", context=envelope.context)
+        generation.span.set_attribute("shoal.replica", self.id)
+        self.spawn(self._take(generation, envelope))
         return None
 
-    async def _take(self, generation: Generation, envelope: Envelope, span: Span) -> None:
+    async def _take(self, generation: Generation, envelope: Envelope) -> None:
         """Pull the state, put it into the engine, claim the request; answer the source either way."""
         offer, prepare = generation.offer, functools.partial(self._prepare, generation)
+        span = generation.span or trace.INVALID_SPAN
         with trace.use_span(span):
             answer = await take_over(self.bus, self._bulk, offer, self.id, prepare)
         if isinstance(answer, Claimed):
@@ -189,15 +195,43 @@ class Decode(Actor):
             except StateError as error:
                 restored.set_result(str(error))
 
+    async def _on_resend(self, resend: Resend, envelope: Envelope) -> TokensEmitted:
+        return self.slots.resend(f"{self.role}/{self.id}", resend)
+
     # Leaving
 
     async def _on_cancel(self, cancel: Cancel, envelope: Envelope) -> CancelAcknowledged:
-        was_running = self.slots.cancel(cancel.request_id, cancel.epoch)
-        self._on_called()
+        was_running = self._end(cancel.request_id, cancel.epoch)
         return CancelAcknowledged(request_id=cancel.request_id, was_running=was_running)
 
-    async def _on_resend(self, resend: Resend, envelope: Envelope) -> TokensEmitted:
-        return self.slots.resend(f"{self.role}/{self.id}", resend)
+    def _end(self, request_id: str, epoch: int = 0) -> bool:
+        """Nobody wants it any more. False if it is not here, or not held under so early an epoch."""
+        was_running = self.slots.cancel(request_id, epoch)
+        if was_running:
+            self._leaving.cancel(request_id)
+        self._on_called()
+        return was_running
+
+    async def _see_off(self) -> None:
+        """Those whose turn it is to leave are taken out of the engine. Only between steps."""
+        turn = self._leaving.turn([one.id for one in self.slots.running()])
+        for generation in [one for one in self.slots if one.id in turn]:
+            generation.is_leaving, state = True, b""
+            with contextlib.suppress(ValueError):  # its numbers overflowed: it fails where it is computed anew
+                if not self._leaving.is_late():
+                    state = await self._engine.export(generation.id)
+            self._engine.free(generation.id)
+            generation.is_in_engine, generation.num_reserved = False, 0
+            self.spawn(self._move(generation, state))
+
+    async def _move(self, generation: Generation, state: bytes) -> None:
+        """Another replica owns the request, or its entrypoint has it again: in any case it has ended here."""
+        fate = await self._leaving.move(generation.hand_over(), state if generation.end is None else b"")
+        if generation.end is None:
+            generation.end = Preempted()
+            if fate is not Fate.MOVED:
+                self._telling.last_word(generation)
+        self._on_called()
 
     async def _let_go(self, generation: Generation) -> None:
         """Free what an ended request holds here. Only between steps."""
@@ -210,8 +244,8 @@ class Decode(Actor):
         self.keeper.forget(generation.id)
         self.slots.leave(generation, self.now_s())
         self._has_changed.set()
-        if (span := self._spans.pop(generation.id, None)) is not None:
-            end_span(span, generation.num_output, generation.end)
+        if generation.span is not None:
+            end_span(generation.span, generation.num_output, generation.end)
         release = Release(reservation=generation.offer.reservation)
         await self.bus.tell(RELEASE_DECODE.at(generation.offer.balancer), release)
 
@@ -224,6 +258,7 @@ class Decode(Actor):
             for generation in self.slots:
                 if generation.end is not None:
                     await self._let_go(generation)
+            await self._see_off()
             waiting = await self._make_room()
             await self._restore_arrivals()
             running = self.slots.running()
@@ -242,7 +277,7 @@ class Decode(Actor):
         """Room for the next step of those that run (`pressure.py`). Those that have to wait for theirs."""
         info = self._engine.info
         relief = relieve(list(self.slots), self.slots.num_free_blocks, info.max_tokens)
-        self._num_waiting = len(relief.waiting)
+        self._totals.num_waiting = len(relief.waiting)
         for generation in relief.turned_away:
             generation.end = Cancelled()
         for generation in relief.preempted:
@@ -253,14 +288,11 @@ class Decode(Actor):
             )
         for generation, num_tokens in relief.grown:
             generation.num_reserved = num_tokens  # before anything can come in between
+        self._totals.num_preempted += len(relief.preempted)
         for generation in relief.turned_away + relief.preempted:
             await self._let_go(generation)
-        if relief.preempted:
-            self._speak()
         for generation in relief.preempted:  # when its windows are kept, so that they are found
-            self._num_preempted += 1
-            first, epoch = generation.num_output, generation.epoch
-            self._outbox.add(generation.offer.entrypoint, generation.id, epoch, first, [], generation.end)
+            self._telling.last_word(generation)
         for generation, num_tokens in relief.grown:
             if not self._engine.grow(generation.id, num_tokens):
                 raise RuntimeError(f"decode {self.id} counts more room than its engine has")
@@ -271,27 +303,18 @@ class Decode(Actor):
         self._has_sent.set()  # the step loop may wait for that
 
     async def _step(self, batch: list[Generation]) -> None:
-        info = self._engine.info
         try:
             new = await self._ranks.step(self._engine.decode([generation.id for generation in batch]))
         except ValueError:
             log.exception("decode %s: a step of %d requests failed", self.id, len(batch))
             self._fail(batch)
             return
-        self._num_rows += len(batch)
-        self._num_new += sum(map(len, new))
+        self._totals.step(new)
         for generation, tokens in zip(batch, new, strict=True):
-            if generation.end is not None:
-                continue  # cancelled while the step was running
-            if not tokens:
+            if generation.end is None and tokens:
+                self._telling.step(generation, tokens, self._engine)
+            elif generation.end is None:  # else cancelled while the step was running
                 self._fail([generation])
-                continue
-            first = generation.num_output
-            emitted = generation.advance(tokens, info.eos_token, info.max_tokens)
-            logprobs = None
-            if generation.logprobs is not None:
-                logprobs = generation.told(self._engine.logprobs(generation.id), len(emitted))
-            self._said.append(Said(generation, first, emitted, generation.end, logprobs))
         # Who goes on is all that the next step has to know: the rest is done while it runs.
         asyncio.get_running_loop().call_soon(self._speak)
         for generation in batch:
@@ -300,13 +323,7 @@ class Decode(Actor):
                 await self._keep_blocks(generation, filling)
 
     def _speak(self) -> None:
-        """What steps gave goes into the outbox, in their order."""
-        said, self._said = self._said, []
-        for generation, first, tokens, end, logprobs in said:
-            offer = generation.offer
-            self._outbox.add(
-                offer.entrypoint, offer.request_id, generation.epoch, first, tokens, end, logprobs=logprobs
-            )
+        self._telling.speak()
         self.wake()
 
     async def _keep_blocks(self, generation: Generation, filling: Filling) -> None:
@@ -319,20 +336,15 @@ class Decode(Actor):
 
     def _fail(self, batch: list[Generation]) -> None:
         """A step of these failed: what the engine holds of them is good for nothing."""
-        self._speak()
         for generation in batch:
             generation.filling = None
             if generation.end is None:
                 why = generation.trouble or f"decode {self.id} could not go on with the request, or one beside it"
                 generation.end = Failed(failure=Failure(code=Code.INTERNAL, message=why))
-                first, epoch = generation.num_output, generation.epoch
-                self._outbox.add(generation.offer.entrypoint, generation.id, epoch, first, [], generation.end)
-
-    # Small things
+                self._telling.last_word(generation)
 
     def _abandon(self, entrypoint: str) -> None:
         """Nobody takes tokens for this entrypoint: its requests are gone with it."""
         for generation in self.slots:
             if generation.offer.entrypoint == entrypoint:
-                self.slots.cancel(generation.id)
-        self._has_work.set()
+                self._end(generation.id)

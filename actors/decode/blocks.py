@@ -13,9 +13,9 @@ from schemas.handover import HandOver
 
 
 class Filling:
-    """Goes on with the chain of a prompt of `num_prompt_tokens`, token by token of its output.
+    """Goes on with the chain of `num_prompt_tokens`, prompt and output, token by token of what follows.
 
-    `num_done` tokens of prompt and output are known and in the engine's caches. See `bus.keeper.Wanted`.
+    `num_done` tokens are known and in the engine's caches. See `bus.keeper.Wanted`.
     """
 
     def __init__(self, chain: ChainEnd, num_prompt_tokens: int, block_bytes: int) -> None:
@@ -27,15 +27,17 @@ class Filling:
         self._keys = [chain.key]  # of the block before the first that fills here, and of those that filled
         self._tail = chain.tokens
         self._digests = chain.digests
-        self._base = num_prompt_tokens // BLOCK_TOKENS
+        self._base = (num_prompt_tokens - len(chain.tokens) // 4) // BLOCK_TOKENS
         self._num_named = self._base
 
     @classmethod
     def of(cls, offer: HandOver, info: EngineInfo) -> Filling | None:
         """That of a request for this engine. None when nothing can be stored of it: there is no chain, it is of another
-        space, or it does not end where the prompt does."""
+        space, or it does not end where the tokens do. Its last block may be whole, where it is not computed whole."""
         chain = offer.chain
-        if chain is None or chain.space != info.space or len(chain.tokens) != 4 * (offer.num_tokens % BLOCK_TOKENS):
+        if chain is None or chain.space != info.space or len(chain.tokens) > 4 * BLOCK_TOKENS:
+            return None
+        if len(chain.tokens) % 4 or (offer.num_tokens - len(chain.tokens) // 4) % BLOCK_TOKENS:
             return None
         return cls(chain, offer.num_tokens, info.block_bytes)
 
@@ -52,6 +54,20 @@ class Filling:
             else:
                 self._keys.append(link(self._keys[-1], tokens))
         return num_filled > number
+
+    def chain_end(self, output: Sequence[int]) -> ChainEnd:
+        """For who goes on behind this output, of which the last token need not be in the caches yet: the blocks that
+        filled here are not its own."""
+        num_filled = len(self._keys) - 1
+        start = max((self._base + num_filled) * BLOCK_TOKENS - self._num_prompt_tokens, 0)
+        tail = np.array(output[start:], dtype="<u4").tobytes()
+        return ChainEnd(
+            space=self.space,
+            key=self._keys[-1],
+            tokens=tail if num_filled else self._tail + tail,
+            digests=b"" if num_filled else self._digests,
+            approximate=self.approximate,
+        )
 
     def blocks(self, num_done: int) -> list[int]:
         """The numbers of those that filled with the first `num_done` tokens: each is named once."""

@@ -34,7 +34,7 @@ class Relief:
 def relieve(here: Sequence[Generation], num_free: int, max_tokens: int) -> Relief:
     """For all that are here, in order of arrival, with `num_free` blocks that are nobody's. Nothing changes yet."""
     relief = Relief()
-    running = [(number, one) for number, one in enumerate(here) if one.epoch > 0 and one.end is None]
+    running = [(number, one) for number, one in enumerate(here) if one.is_running]
     running = [each for each in running if _may_want(each[1], max_tokens)]
     if not running:
         return relief
@@ -71,7 +71,7 @@ def _may_want(one: Generation, max_tokens: int) -> bool:
 
 
 def _may_go(one: Generation) -> bool:
-    if one.end is not None:
+    if one.end is not None or one.is_leaving:
         return False
     return not one.offer.is_protected if one.epoch > 0 else not one.is_in_engine
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+
+from msgspec import structs
+from opentelemetry.trace import Span
 
 from actors.decode.blocks import Filling
 from actors.decode.grammar import Grammar
@@ -38,7 +40,7 @@ class Generation:
     `tokens` are those of its output that were made here, behind the offer's; `num_computed` of them are in the engine's
     caches: all but the one sampled last. `num_reserved`: tokens of room it has, or will have when it is in the engine.
     `grammar` says what its tokens may be, None for anything. `filling` is None when nothing is to be stored of it,
-    `logprobs` when it did not ask.
+    `logprobs` when it did not ask. `is_leaving`: it has taken part in its last step here, and is to go on elsewhere.
     """
 
     offer: HandOver
@@ -48,8 +50,10 @@ class Generation:
     num_computed: int = 0
     num_reserved: int = 0
     is_in_engine: bool = False
+    is_leaving: bool = False
     grammar: Grammar | None = None
     filling: Filling | None = None
+    span: Span | None = None
     end: LastWord | None = None
     ended_s: float = 0.0
 
@@ -59,6 +63,11 @@ class Generation:
     @property
     def id(self) -> str:
         return self.offer.request_id
+
+    @property
+    def is_running(self) -> bool:
+        """It takes part in steps: it is claimed, has not ended, and does not leave."""
+        return self.epoch > 0 and self.end is None and not self.is_leaving
 
     @property
     def trouble(self) -> str:
@@ -128,22 +137,18 @@ class Generation:
         self.tokens.extend(emitted)
         return emitted
 
+    def hand_over(self) -> HandOver:
+        """What goes with its state to who goes on with it; where that is, and whose it becomes, is still the old."""
+        chain = None if self.filling is None else self.filling.chain_end(self.tokens)
+        moved = {"num_tokens": self.num_tokens, "num_output": self.num_output, "chain": chain}
+        return structs.replace(self.offer, epoch=self.epoch, **moved)
+
     def told(self, found: Sequence[Logprobs], num_emitted: int) -> TokenLogprobs:
         """What the engine said of the tokens of a step, as far as they were emitted: to be sent with them."""
         assert self.logprobs is not None  # the engine raises otherwise
         logprobs = message_of(found[:num_emitted])
         self.logprobs.add(self.num_output - num_emitted, logprobs)
         return logprobs
-
-
-class Said(NamedTuple):
-    """What a step gave a request, `tokens` from the index `first` on: for the outbox, while the next step runs."""
-
-    generation: Generation
-    first: int
-    tokens: list[int]
-    end: LastWord | None
-    logprobs: TokenLogprobs | None
 
 
 class Slots:
@@ -181,8 +186,8 @@ class Slots:
         return generation
 
     def running(self) -> list[Generation]:
-        """Those that are claimed and not ended, in order of arrival."""
-        return [g for g in self._here.values() if g.epoch > 0 and g.end is None]
+        """Those that take part in steps, in order of arrival."""
+        return [g for g in self._here.values() if g.is_running]
 
     def cancel(self, request_id: str, epoch: int = 0) -> bool:
         """End a request at the next step's border; with an epoch, only if held under that or an earlier one.

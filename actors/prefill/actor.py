@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from msgspec import structs
@@ -12,15 +13,16 @@ from opentelemetry import trace
 
 from actors.prefill.batch import Batch
 from actors.prefill.computing import compute, measure
-from actors.prefill.disk import LOAD_BYTES, MAX_IMAGE_BYTES, Loader, image_bytes, pull
-from actors.prefill.job import Job, Loading, is_meant
+from actors.prefill.disk import LOAD_BYTES, Loader, pull
+from actors.prefill.job import Job, Loading
+from actors.prefill.jobs import MAX_QUEUED, Jobs
 from actors.prefill.phases import Phases, note_failure
 from actors.prefill.restore import NOTHING
 from actors.rules.cost import Terms
-from actors.rules.emission import Held, resend_answer
+from actors.rules.emission import resend_answer
 from actors.rules.meter import Meter
 from actors.rules.ring import Ring
-from bus.actor import Actor, Envelope, Handler
+from bus.actor import GRACE_S, Actor, Envelope, Handler
 from bus.bulk import Bulk
 from bus.bus import Bus, BusError, fail
 from bus.files import Files
@@ -28,28 +30,16 @@ from bus.keeper import Keeper
 from bus.offering import PATIENCE_S, RESUMED_PATIENCE_S, Offering
 from bus.ranks import GroupOf, Ranks
 from bus.snapshots import POOL_BYTES
-from bus.subjects import (
-    CANCEL_PREFILL,
-    DESCRIBE,
-    DISPATCH,
-    RELEASE_PREFILL,
-    RESEND_PREFILL,
-    TOKENS,
-    Address,
-    Subject,
-)
+from bus.subjects import CANCEL_PREFILL, DESCRIBE, DISPATCH, RELEASE_PREFILL, RESEND_PREFILL, TOKENS, Address, Subject
 from kernels.engine import Chunk, Engine
 from schemas.cache import DescribeSpace, SpaceDescribed
 from schemas.failure import Code, Failure
 from schemas.handover import Dispatch, Dispatched, Refused
 from schemas.message import Role
-from schemas.request import Cancel, CancelAcknowledged, Resend, TokensEmitted
+from schemas.request import Cancel, CancelAcknowledged, Failed, Resend, TokensEmitted
 from schemas.routing import LoadReported, Release
 
 log = logging.getLogger("shoal.prefill")
-
-MAX_QUEUED = 1024
-"""Requests here at most, from their arrival to the end of their hand-over; more are refused."""
 
 REPORT_S = 0.5
 """Between two load reports of a replica where something changes; the balancer knows what it sent meanwhile itself."""
@@ -77,8 +67,7 @@ class Prefill(Actor):
         self.batch = Batch(Meter())
         self.keeper = Keeper(bus, bulk, f"{self.role}/{id}", Ring, self.spawn, snapshot_bytes)
         self.loader = Loader(bus, files, self.keeper.snapshots, self.spawn, self._on_loaded, self.report_load)
-        self._pulling: dict[str, Dispatch] = {}
-        self._leaving: dict[str, tuple[Job, Offering]] = {}
+        self.jobs = Jobs(self.batch)
         self._phases = Phases(id)
         self._has_work, self._has_changed = asyncio.Event(), asyncio.Event()
         self._ranks = Ranks(bus, self.role, id, group, self.spawn, self._has_work.set)
@@ -105,7 +94,6 @@ class Prefill(Actor):
         self._phases.end_all()
 
     def load(self) -> LoadReported:
-        jobs = [*self.batch, *(job for job, _ in self._leaving.values())]
         detail = self.batch.detail(self.now_s()) | self.loader.detail() | self.keeper.detail()
         return structs.replace(
             super().load(),
@@ -114,23 +102,41 @@ class Prefill(Actor):
             num_tokens=self.batch.num_tokens_left,
             capacity_requests=MAX_QUEUED,
             capacity_tokens=self._engine.info.capacity_tokens,
-            reservations=[job.dispatch.reservation for job in jobs],
-            detail={"handing_over": float(len(self._leaving)), **detail},
+            reservations=[job.dispatch.reservation for job in self.jobs],
+            detail={"handing_over": float(len(self.jobs.leaving)), **detail},
         )
+
+    # Leaving
+
+    async def drain(self, grace_s: float = GRACE_S) -> None:
+        """What is begun goes on until it is handed over or the grace is over; the rest is given back at once."""
+        await super().drain(grace_s)
+        self.jobs.pulling.clear()
+        self._give_back([job for job in self.batch if not job.is_admitted])
+        self.spawn(self._see_off(grace_s))
+
+    @property
+    def is_drained(self) -> bool:
+        return not len(self.jobs) and not self.loader.returning
+
+    async def _see_off(self, grace_s: float) -> None:
+        await asyncio.sleep(grace_s)
+        self._give_back(list(self.jobs))
+
+    def _give_back(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            job.is_given_back = True
+            self._end(job)
 
     # From the entrypoint
 
     async def _on_dispatch(self, dispatch: Dispatch, envelope: Envelope) -> Dispatched | Refused | None:
-        if dispatch.num_prompt_tokens >= (limit := self._engine.info.max_tokens):
-            reason = f"the prompt has {dispatch.num_prompt_tokens} tokens, the limit is {limit} with the answer"
-            return Refused(reason=reason, is_final=True)
-        if self.is_draining or len(self._pulling) + len(self.batch) + len(self._leaving) >= MAX_QUEUED:
-            return Refused(reason=f"prefill {self.id} takes no more requests now")
+        max_tokens = self._engine.info.max_tokens
+        if refused := self.jobs.refuse(dispatch, self.id, max_tokens, is_draining=self.is_draining):
+            return refused
         if dispatch.prompt.handle is None and not dispatch.images:
             return self._queue(dispatch, dispatch.prompt.inline, [], envelope)
-        if self.batch.num_image_bytes + image_bytes([dispatch, *self._pulling.values()]) > MAX_IMAGE_BYTES:
-            return Refused(reason=f"prefill {self.id} has no room for more images now")
-        self._pulling[dispatch.request_id] = dispatch  # now: a cancel may be right behind
+        self.jobs.pulling[dispatch.request_id] = dispatch  # now: a cancel may be right behind
         self.spawn(self._pull_and_queue(dispatch, envelope))
         return None
 
@@ -138,14 +144,14 @@ class Prefill(Actor):
         """A long prompt comes by handle, as images do. Meanwhile it can be asked after, and cancelled."""
         try:
             prompt, rows = await pull(self._bulk, dispatch)
-            if self._pulling.get(dispatch.request_id) is not dispatch:
+            if self.jobs.pulling.get(dispatch.request_id) is not dispatch:
                 raise fail(Code.CANCELLED, "the request was cancelled")
             await envelope.answer(self._queue(dispatch, prompt, rows, envelope))
         except BusError as error:
             await envelope.answer(error.failure)
         finally:
-            if self._pulling.get(dispatch.request_id) is dispatch:
-                del self._pulling[dispatch.request_id]
+            if self.jobs.pulling.get(dispatch.request_id) is dispatch:
+                del self.jobs.pulling[dispatch.request_id]
 
     def _queue(self, dispatch: Dispatch, prompt: bytes, rows: list[bytes], envelope: Envelope) -> Dispatched:
         info, branches = self._engine.info, dispatch.branches if self.keeper.is_of_use() else []
@@ -153,7 +159,7 @@ class Prefill(Actor):
             job = Job.of(dispatch, prompt, rows, space=info.space, block_bytes=info.block_bytes, branches=branches)
         except ValueError as error:
             raise fail(Code.INTERNAL, str(error)) from None
-        known = self._job(dispatch.request_id)
+        known = self.jobs.get(dispatch.request_id)
         if known is not None:
             if known.dispatch.epoch >= dispatch.epoch:
                 return Dispatched(pid=self.bus.seams.pid)
@@ -170,39 +176,25 @@ class Prefill(Actor):
         return Dispatched(pid=self.bus.seams.pid)
 
     async def _on_cancel(self, cancel: Cancel, envelope: Envelope) -> CancelAcknowledged:
-        job = self._job(cancel.request_id)
-        pulling = self._pulling.get(cancel.request_id)
-        was_running = False
-        if pulling is not None and is_meant(cancel, pulling):
-            del self._pulling[cancel.request_id]
-            was_running = True
-        if job is not None and is_meant(cancel, job.dispatch):
-            was_running = not job.is_cancelled
-            job.is_cancelled = True
-            if job.id in self._leaving:
-                self._leaving[job.id][1].cancel()
-                self.loader.stop(job)
-            elif not job.is_admitted:
-                self._drop(job)
-            self._has_work.set()
+        was_running, job = self.jobs.cancel(cancel)
+        if job is not None:
+            self._end(job)
         return CancelAcknowledged(request_id=cancel.request_id, was_running=was_running)
 
-    async def _on_resend(self, resend: Resend, envelope: Envelope) -> TokensEmitted:
-        def find(id: str) -> Held | None:
-            job = self._job(id)
-            dispatch = job.dispatch if job is not None else self._pulling.get(id) or self.loader.returning.get(id)
-            return None if dispatch is None else Held(dispatch.epoch, [], None)
+    def _end(self, job: Job) -> None:
+        """Nobody waits for it here: it leaves, now or between two steps."""
+        if job.id in self.jobs.leaving:
+            self.jobs.leaving[job.id][1].cancel()
+            self.loader.stop(job)
+        elif not job.is_admitted:
+            self._drop(job)
+        self._has_work.set()
 
-        return resend_answer(f"{self.role}/{self.id}", resend, find)
+    async def _on_resend(self, resend: Resend, envelope: Envelope) -> TokensEmitted:
+        return resend_answer(f"{self.role}/{self.id}", resend, partial(self.jobs.held, self.loader.returning))
 
     async def _on_describe(self, describe: DescribeSpace, envelope: Envelope) -> SpaceDescribed:
         return SpaceDescribed(space=self._engine.info.space)
-
-    def _job(self, request_id: str) -> Job | None:
-        """The job of a request, waiting, computing or on its way out."""
-        if request_id in self._leaving:
-            return self._leaving[request_id][0]
-        return self.batch.get(request_id)
 
     # Computing
 
@@ -240,7 +232,7 @@ class Prefill(Actor):
                 await self._ranks.step(self._engine.prefill([]))
 
     async def _admit(self) -> None:
-        admitted, hopeless = self.batch.admit(self._engine, len(self._leaving))
+        admitted, hopeless = self.batch.admit(self._engine, len(self.jobs.leaving))
         for job in admitted:
             self._phases.next(job.id, "prefill compute")
             try:
@@ -274,7 +266,7 @@ class Prefill(Actor):
             return
         jobs = []
         for job, _ in step:
-            if not job.is_cancelled and (job.num_left or await self._finish(job)):
+            if not job.is_over(0) and (job.num_left or await self._finish(job)):
                 jobs.append(job)
         for job in jobs:  # now that all who are ready are on their way
             if (keeping := job.keeping) is not None:
@@ -292,14 +284,14 @@ class Prefill(Actor):
             log.exception("prefill %s: the state of a request cannot be exported", self.id)
             await self._reject(job, Failure(code=Code.INTERNAL, message="the prompt cannot be computed"))
             return False
-        if job.is_cancelled:
+        if job.is_over(0):
             return False
         self.batch.remove(job)
         job.images = []  # of no use any more, and large
         layout = self._engine.info.layout
         offering = Offering(self.bus, self._bulk, state, lambda to, handle: job.hand_over(to, handle, layout))
-        self._leaving[job.id] = (job, offering)
-        self.spawn(self._hand_over(job, state))
+        self.jobs.leaving[job.id] = (job, offering)
+        self.spawn(self._hand_over(job, state, offering))
         return True
 
     async def _reject(self, job: Job, failure: Failure) -> None:
@@ -323,10 +315,12 @@ class Prefill(Actor):
         if not self._is_stopped:
             release = Release(reservation=job.dispatch.reservation)
             self.spawn(self.bus.tell(RELEASE_PREFILL.at(job.dispatch.balancer), release))
+        if job.is_given_back and not job.is_cancelled:
+            self.loader.give_back(job, f"{self.role}/{self.id}")
 
     # Handing over
 
-    async def _hand_over(self, job: Job, state: bytes) -> None:
+    async def _hand_over(self, job: Job, state: bytes, offering: Offering) -> None:
         """See the state off to a decode replica."""
         span = self._phases.next(job.id, "hand over")
         span.set_attribute("shoal.state_bytes", len(state))
@@ -334,14 +328,15 @@ class Prefill(Actor):
             await self.loader.told(job)  # so that usage is right from the first token on
             try:
                 patience_s = RESUMED_PATIENCE_S if job.dispatch.num_output else PATIENCE_S
-                await self._leaving[job.id][1].place(job.route(), patience_s)
+                await offering.place(job.route(), patience_s)
             except BusError as error:
                 await self._fail(job, error.failure)
-        self._leaving.pop(job.id, None)
+        self.jobs.leaving.pop(job.id, None)
         self._close(job)
         self._has_work.set()
 
     async def _fail(self, job: Job, failure: Failure) -> None:
         """Tell the entrypoint the end. Stale by then if a decode replica had claimed the request after all."""
         note_failure(failure)
-        await self.bus.tell(TOKENS.at(job.dispatch.entrypoint), job.failed(f"{self.role}/{self.id}", failure))
+        ended = job.ended(f"{self.role}/{self.id}", Failed(failure=failure))
+        await self.bus.tell(TOKENS.at(job.dispatch.entrypoint), ended)

@@ -21,11 +21,12 @@ from bus.bus import Bus
 from bus.files import Buffer, Files
 from bus.insist import insist
 from bus.snapshots import Snapshots
-from bus.subjects import FAILED, SHORTENED
+from bus.subjects import FAILED, SHORTENED, TOKENS
 from kernels.engine import Engine, EngineInfo, Prefix
 from schemas.cache import HitShortened
 from schemas.handover import Dispatch
 from schemas.message import Role
+from schemas.request import Preempted, TokensEmitted
 
 log = logging.getLogger("shoal.prefill")
 
@@ -49,19 +50,11 @@ WINDOWS_S = 2.0
 LOAD_BYTES = 1 << 30
 """Of cached blocks that are being loaded, or wait for the engine."""
 
-MAX_IMAGE_BYTES = 2 << 30
-"""Encoded images of all requests; more are refused."""
-
 PULL_S = 8.0
 """For a long prompt, or images; less than the entrypoint waits for the answer."""
 
 TELL_S = 2.0
 TELL_TRIES = 3
-
-
-def image_bytes(dispatches: Iterable[Dispatch]) -> int:
-    """Of all their encoded images."""
-    return sum(image.embeddings.size_bytes for dispatch in dispatches for image in dispatch.images)
 
 
 async def pull(bulk: Bulk, dispatch: Dispatch) -> tuple[bytes, list[bytes]]:
@@ -247,8 +240,20 @@ class Loader:
         except TimeoutError:  # whoever has the others as well
             fetched.tried.update(number for number, _ in fetched.prefix.snapshots)
 
+    def give_back(self, job: Job, source: str) -> None:
+        """It is not computed here; said until its entrypoint knows. Stale then if decode had claimed it after all."""
+        self.returning[job.id] = job.dispatch
+        self._spawn(self._give_back(job, job.ended(source, Preempted())))
+
+    async def _give_back(self, job: Job, ended: TokensEmitted) -> None:
+        await insist(self._bus, TOKENS.at(job.dispatch.entrypoint), ended, timeout_s=TELL_S, tries=TELL_TRIES)
+        self._returned(job)
+
     async def _return(self, job: Job, shortened: HitShortened) -> None:
         await self._tell(job, shortened, None)
+        self._returned(job)
+
+    def _returned(self, job: Job) -> None:
         if self.returning.get(job.id) is job.dispatch:
             del self.returning[job.id]
 

@@ -15,9 +15,8 @@ from actors.rules.hit import bounded_tokens
 from kernels.engine import ImageRows, Tokens
 from schemas.bulk import Handle
 from schemas.cache import HitShortened
-from schemas.failure import Failure
 from schemas.handover import Dispatch, HandOver
-from schemas.request import Cancel, Failed, TokensEmitted
+from schemas.request import Cancel, LastWord, TokensEmitted
 from schemas.routing import Route, Routed
 
 
@@ -34,7 +33,8 @@ class Loading(Enum):
 class Job:
     """One dispatched request. `num_done` of its tokens are computed or restored; `is_admitted` while it has an engine
     slot. `restored`: what is to be, or while it loads, what the entrypoint counts on. `keeping`: None if nothing is.
-    `is_returned`: it needs an image that it was not given, and is to be dispatched anew. `number`: its place in the
+    `is_returned`: it needs an image that it was not given, and is to be dispatched anew; `is_given_back`: so it is, as
+    the replica leaves. `number`: its place in the
     order of arrival, at `arrived_s` of the caller's clock. `num_passed`: so many got a slot before it, as they are
     shorter.
     """
@@ -46,6 +46,7 @@ class Job:
     is_admitted: bool = False
     is_cancelled: bool = False
     is_returned: bool = False
+    is_given_back: bool = False
     number: int = 0
     arrived_s: float = 0.0
     num_passed: int = 0
@@ -173,10 +174,11 @@ class Job:
             chain=None if self.keeping is None else self.keeping.chain(),
             num_output=self.dispatch.num_output,
             is_protected=self.dispatch.is_protected,
+            tenant=self.tenant,
         )
 
-    def failed(self, source: str, failure: Failure) -> TokensEmitted:
-        """For the entrypoint: it ends here, by `failure`."""
+    def ended(self, source: str, end: LastWord) -> TokensEmitted:
+        """For the entrypoint: how it ends here."""
         return TokensEmitted(
             source=source,
             request_ids=[self.id],
@@ -184,12 +186,12 @@ class Job:
             first_indexes=[0],
             counts=[0],
             tokens=[],
-            ends=[(0, Failed(failure=failure))],
+            ends=[(0, end)],
         )
 
     def is_over(self, now_ns: int) -> bool:
-        """Nobody waits for it any more: cancelled, or past its deadline (its entrypoint then ends it by itself)."""
-        return self.is_cancelled or 0 < self.dispatch.limits.deadline_ns < now_ns
+        """Nobody waits for it here: cancelled, given back, or past its deadline (its entrypoint ends it by itself)."""
+        return self.is_cancelled or self.is_given_back or 0 < self.dispatch.limits.deadline_ns < now_ns
 
 
 def is_meant(cancel: Cancel, dispatch: Dispatch) -> bool:

@@ -61,6 +61,10 @@ class Outbox:
         self._windows.pop(destination, None)
         self._num_waiting.pop(destination, None)
 
+    def is_idle(self, now_s: float) -> bool:
+        """Nothing waits, and what was sent was taken."""
+        return not self._emissions and all(window.is_idle(now_s) for window in self._windows.values())
+
     def is_backlogged(self, destination: str) -> bool:
         """So much waits that a sender who can slow down should."""
         return self._num_waiting.get(destination, 0) > BACKLOG_TOKENS

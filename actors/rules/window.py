@@ -23,6 +23,10 @@ class Window:
             self._num_under_way = 0
         return self._num_under_way < LIMIT
 
+    def is_idle(self, now_s: float) -> bool:
+        """All that was sent has its receipt, or will have none."""
+        return self._num_under_way == 0 or now_s - self._heard_s > SILENCE_S
+
     def sent(self, now_s: float) -> None:
         """A batch went out."""
         if self._num_under_way == 0:

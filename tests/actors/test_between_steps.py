@@ -100,7 +100,7 @@ def test_a_step_begins_before_what_the_last_one_gave_is_told() -> None:
         untold: list[int] = []
 
         async def decode(self, keys: Sequence[str]) -> list[list[int]]:
-            self.untold.append(len(self.decode_actor._said))
+            self.untold.append(len(self.decode_actor._telling.said))
             return await super().decode(keys)
 
     async def main() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from actors.prefill import actor as prefill_actor
+from actors.prefill import jobs as prefill_jobs
 from actors.prefill.actor import Prefill
 from actors.prefill.job import Job
 from actors.vision.actor import Vision
@@ -94,7 +94,7 @@ def test_a_replica_without_room_for_images_refuses_and_another_takes_them(
     async def main() -> None:
         async with sighted(1) as eyes:
             wanted = await eyes.submit(picture())
-            monkeypatch.setattr(prefill_actor, "MAX_IMAGE_BYTES", 0)
+            monkeypatch.setattr(prefill_jobs, "MAX_IMAGE_BYTES", 0)
             await eyes.core.send(wanted)
             await until(lambda: len(eyes.encoders["v0"].encoded) == 1)
             await asyncio.sleep(0.05)
@@ -109,7 +109,7 @@ def test_a_replica_without_room_for_images_refuses_and_another_takes_them(
 
 
 def test_requests_that_still_pull_count(run_async: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill_actor, "MAX_QUEUED", 1)
+    monkeypatch.setattr(prefill_jobs, "MAX_QUEUED", 1)
 
     async def main() -> None:
         async with core() as system:

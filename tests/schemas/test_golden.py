@@ -43,7 +43,7 @@ from schemas.cache import (
 from schemas.experts import ExpertsUsed, GroupBroken, PlaceExperts, RankStarted, StepWanted
 from schemas.failure import FAILURES, Code, Failure
 from schemas.handover import Claim, Claimed, ClaimRefused, Dispatch, Dispatched, HandedOver, HandOver, Refused
-from schemas.liveness import Ping, Pong, ProcessExited
+from schemas.liveness import Drain, Ping, Pong, ProcessExited
 from schemas.message import Message, Role
 from schemas.quota import AdmitCall, Admitted, TokensUsed
 from schemas.request import (
@@ -184,6 +184,7 @@ MESSAGES: list[Message] = [
     ),
     Ping(),
     Pong(role="decode", id="d", incarnation="i", num_queued=3),
+    Drain(grace_s=0.5, incarnation="i"),
     ProcessExited(name="n", pid=2, members=["decode/d"]),
     ResolveImage(image=Payload(inline=b"GIF")),
     ImageResolved(vision="v", digest="0d" * 16, width=546, height=300, num_tokens=184, pixels=HANDLE),
