@@ -51,7 +51,8 @@ async def output_before(bus: Bus, offer: HandOver) -> list[int]:
     BusError."""
     tokens: list[int] = []
     while len(tokens) < offer.num_output:
-        asked = Resend(request_ids=[offer.request_id], first_indexes=[len(tokens)], epochs=[offer.epoch])
+        names, firsts, epochs = [offer.request_id], [len(tokens)], [offer.epoch]
+        asked = Resend(request_ids=names, first_indexes=firsts, epochs=epochs, without_logprobs=True)
         answer = await bus.ask(RESEND.at(offer.entrypoint), asked, timeout_s=ASK_S)
         if not answer.tokens:
             raise fail(Code.WORKER_LOST, "the entrypoint does not have the output of this request")

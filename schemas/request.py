@@ -145,12 +145,13 @@ class Resend(Message, frozen=True):
 
     Also the probe for lost events and lost owners: a request the receiver does not know is answered with
     `Failed(worker_lost)` as its end, under the epoch asked with. The answer is one `TokensEmitted`; what did not fit
-    is left out, and can be asked for again.
+    is left out, and can be asked for again. `without_logprobs`: the tokens alone will do, which are kept for longer.
     """
 
     request_ids: list[str]
     first_indexes: list[int]
     epochs: list[int]
+    without_logprobs: bool = False
 
 
 class CancelReason(StrEnum):

@@ -172,6 +172,7 @@ def resend_answer(source: str, resend: Resend, find: Callable[[str], Held | None
             emission.add(request_id, epoch, first, [], _lost(f"{source} does not hold this request (any more)"))
             continue
         _, tokens, end, kept, start = held
+        kept = None if resend.without_logprobs else kept
         num_tokens = start + len(tokens)
         if first < start:
             emission.add(request_id, epoch, first, [], _lost(f"{source} holds output from {start} on"))

@@ -97,6 +97,9 @@ def test_they_are_given_again_as_far_as_they_fit_and_are_kept() -> None:
     message = resend_answer("s", asked, lambda _: Held(4, range(900), STOP, kept))
     ((_, end),) = message.ends
     assert isinstance(end, Failed) and end.failure.code is Code.WORKER_LOST and message.counts == [0]
+    bare = structs.replace(asked, without_logprobs=True)  # as who follows a grammar asks, who needs all of the output
+    message = resend_answer("s", bare, lambda _: Held(4, range(900), STOP, kept))
+    assert (message.tokens, message.ends, message.logprobs) == ([*range(10, 900)], [(0, STOP)], [])
 
 
 def test_tokens_that_come_twice_are_passed_on_with_theirs_once() -> None:
