@@ -472,6 +472,7 @@ def _step(slots: Slots, engine: TimedEngine, num_new: int) -> None:
         one.tokens += [5] * min(num_new, one.num_reserved - one.num_tokens + 1)
         if one.num_tokens >= one.num_wanted(slots.max_tokens):
             slots.leave(one, 0.0)
+            engine.free(one.id)
     going = [one for one in here if one.epoch and one not in gone]
     if going and all(one in relief.waiting for one in going):
         assert any(not one.epoch for one in slots), "nobody goes on"
