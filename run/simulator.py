@@ -39,11 +39,15 @@ class RecordingBroker(MemoryBroker):
         self.num_messages = 0
 
     def publish(self, source: MemoryWire, delivery: Delivery) -> None:
+        self.record(delivery)
+        super().publish(source, delivery)
+
+    def record(self, delivery: Delivery) -> None:
+        """It is part of the history."""
         at = asyncio.get_running_loop().time()
         self._history.update(f"{at!r} {delivery.subject} {delivery.reply} {len(delivery.body)} ".encode())
         self._history.update(delivery.body)
         self.num_messages += 1
-        super().publish(source, delivery)
 
     @property
     def history(self) -> str:
@@ -62,22 +66,35 @@ class World:
         self.bulks: dict[str, MemoryBulk] = {}
         self.files: dict[str, MemoryFiles] = {}
         self.folder = MemoryFolder()
-        self._hub = MemoryHub()
+        self.pids: dict[str, int] = {}
+        """Of the present process of each: as if each actor had its own."""
+        self.hub = MemoryHub()
 
     async def bus(self, name: str) -> Bus:
         """A bus for one actor or client, on the virtual clock and the world's chance."""
         clock = asyncio.get_running_loop().time
-        wire = self.wires[name] = MemoryWire(self.broker)
-        seams = Seams(lambda: int(clock() * 1e9), self.random, host="host", pid=1, run_beside=_run_inline)
+        wire = self.wires[name] = self.make_wire(name)
+        pid = self.pids[name] = self.broker.num_wires
+        seams = Seams(
+            lambda: int(clock() * 1e9), self.random, host="host", pid=pid, run_beside=_run_inline, die=lambda: self.kill(name)
+        )
         bus = Bus(wire, seams)
         await bus.open()
         return bus
 
     async def bulk(self, name: str) -> MemoryBulk:
         """A bulk for one actor."""
-        bulk = self.bulks[name] = MemoryBulk(self._hub)
+        bulk = self.bulks[name] = self.make_bulk(name)
         await bulk.start()
         return bulk
+
+    def make_wire(self, name: str) -> MemoryWire:
+        """A connection to the broker, for one actor or client."""
+        return MemoryWire(self.broker)
+
+    def make_bulk(self, name: str) -> MemoryBulk:
+        """A place for the offers of one actor, whose wire there is already."""
+        return MemoryBulk(self.hub)
 
     def open_files(self, name: str) -> MemoryFiles:
         """The folder of slabs, which all share, for one actor."""

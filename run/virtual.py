@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -47,7 +47,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         raise RuntimeError("no threads under the virtual clock")
 
 
-def run_virtual(work: Coroutine[Any, Any, T]) -> T:
+def run_virtual(work: Coroutine[Any, Any, T], make_loop: Callable[[], VirtualLoop] = VirtualLoop) -> T:
     """Run a coroutine to its end under a virtual clock of its own."""
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+    with asyncio.Runner(loop_factory=make_loop) as runner:
         return runner.run(work)

@@ -28,6 +28,7 @@ NUM_MADE = 12_000
 """Requests of a workload that is made up, where no number is given."""
 
 app = App(name="simulate")
+app.command("run.simulate.chaos.command:chaos", name=["chaos", "--chaos"], help="Faults by the thousand.")
 app.command("run.simulate.experts:experts", name="experts", help="Wide expert-parallel groups, on paper.")
 
 

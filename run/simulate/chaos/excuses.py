@@ -1,0 +1,45 @@
+"""Which failures a request may end with, for what was done to the system it ran in."""
+
+from __future__ import annotations
+
+from run.simulate.chaos.clients import Call
+from run.simulate.chaos.script import Apart, Fault, Kill, Messages, Restart, Script, Slow, Stand
+from schemas.failure import Code
+from schemas.request import Failed
+
+ECHO_S = 60.0
+"""So long after a fault something may still come of it."""
+
+ENOUGH = 3
+"""Replicas that a request may lose and be computed anew: with so many it ends."""
+
+_DISTURBED = frozenset({Code.WORKER_LOST, Code.NO_REPLICA, Code.OVERLOADED, Code.NO_RESPONDERS})
+"""What may come of faults that cannot all be made good. Never `internal`."""
+
+
+def is_excused(call: Call, script: Script, began_s: float) -> bool:
+    """Whether the failure that ended it is one that a client may be told, under this script."""
+    assert isinstance(call.end, Failed)
+    failure = call.end.failure
+    if failure.code is Code.DEADLINE_EXCEEDED and call.ask.deadline_s and failure.field:
+        return True
+    first_s, last_s = call.begun_s - began_s, call.ended_s - began_s
+    faults = [fault for fault in script.faults if fault.at_s <= last_s and first_s <= fault.at_s + ECHO_S]
+    return failure.code in _DISTURBED and sum(map(weight, faults)) >= ENOUGH
+
+
+def weight(fault: Fault) -> int:
+    """How much of an excuse it is: ENOUGH, if a request may end by it alone; 0, if all of it must be made good."""
+    match fault:
+        case Messages(kind=kind):
+            return ENOUGH if kind in ("asks", "answers") else 0
+        case Kill(name=name) | Stand(name=name) | Apart(name=name):
+            role = name.partition("/")[0]
+            if role == "entrypoint" or role.endswith("-balancer"):
+                return ENOUGH
+            return 1 if role in ("prefill", "decode") else 0
+        case Restart():
+            return ENOUGH
+        case Slow():
+            return 1
+    return 0

@@ -1,0 +1,112 @@
+"""What each request is answered when nothing goes wrong: the timed engine's tokens, without a system around it."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from actors.rules.load import promised_tokens
+from kernels import engine
+from kernels.engine import Chunk, EngineInfo, Tokens
+from kernels.timed import StepCost, TimedEngine
+from run.simulate.chaos.script import Ask
+from schemas.request import Finished, FinishReason
+
+T = TypeVar("T")
+
+MAX_TOKENS = 2048
+"""Of prompt and output."""
+
+VOCABULARY = range(100, 1000)
+MEAN_OUTPUT = 400
+MOST_ACCEPTED = 4
+
+PREFILL_COST = StepCost(step_ns=15_000_000, prefill_token_ns=100_000)
+DECODE_COST = StepCost(step_ns=40_000_000, decode_row_ns=1_000_000)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The whole output, the logprob of each token where they are asked for, and why it ends."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    end: Finished
+
+
+class ChaosEngine(TimedEngine):
+    """A timed engine that can become slow."""
+
+    def __init__(self, num_slots: int, capacity_tokens: int, cost: StepCost) -> None:
+        super().__init__(info(num_slots, capacity_tokens), VOCABULARY, cost, MEAN_OUTPUT, MOST_ACCEPTED)
+        self._usual = cost
+
+    def slow(self, factor: float) -> None:
+        """From the next step on, so many times its usual cost."""
+        usual = self._usual
+        self._cost = StepCost(
+            int(usual.step_ns * factor), int(usual.prefill_token_ns * factor), int(usual.decode_row_ns * factor)
+        )
+
+    def reserved(self) -> dict[str, int]:
+        """Tokens of room that each request has in it."""
+        return {id: request.num_reserved for id, request in self._requests._requests.items()}
+
+
+def info(num_slots: int, capacity_tokens: int) -> EngineInfo:
+    """All engines of a simulation are of one model."""
+    return EngineInfo(
+        model="timed",
+        layout="timed",
+        vocab_size=1000,
+        eos_token=1,
+        max_tokens=MAX_TOKENS,
+        num_slots=num_slots,
+        max_step_tokens=512,
+        capacity_tokens=capacity_tokens,
+        space="timed",
+        block_bytes=64,
+    )
+
+
+def prompt(ask: Ask) -> Tokens:
+    """What it begins with is what any other of its text begins with."""
+    return np.random.default_rng(ask.text).integers(100, 900, MAX_TOKENS).astype("<u4")[: ask.num_tokens]
+
+
+def answers(asks: Sequence[Ask]) -> dict[str, Answer]:
+    """Of all of them, by id."""
+    alone = ChaosEngine(len(asks) + 1, (len(asks) + 1) * promised_tokens(MAX_TOKENS), StepCost())
+    return {ask.id: _now(_answer(alone, ask)) for ask in asks}
+
+
+async def _answer(alone: TimedEngine, ask: Ask) -> Answer:
+    tokens, logprobs, reason = list[int](), list[float](), FinishReason.LENGTH
+    room = min(ask.max_tokens, MAX_TOKENS - ask.num_tokens)
+    sampling = engine.Sampling(ask.temperature, 1.0, ask.seed, top_logprobs=ask.top_logprobs)
+    alone.admit(ask.id, ask.num_tokens + room, sampling)
+    await alone.prefill([Chunk(ask.id, prompt(ask))])
+    while len(tokens) < room and reason is FinishReason.LENGTH:
+        (new,) = await alone.decode([ask.id])
+        told = alone.logprobs(ask.id) if ask.top_logprobs >= 0 else []
+        for number, token in enumerate(new[: room - len(tokens)]):
+            if token == alone.info.eos_token:
+                reason = FinishReason.STOP
+                break
+            tokens.append(token)
+            logprobs += [told[number].sampled] if told else []
+    alone.free(ask.id)
+    return Answer(tokens, logprobs, Finished(reason=reason))
+
+
+def _now(work: Coroutine[Any, Any, T]) -> T:
+    """The result of what waits for nothing but its next turn."""
+    while True:
+        try:
+            work.send(None)
+        except StopIteration as end:
+            result: T = end.value
+            return result

@@ -1,0 +1,214 @@
+"""The system under a script: real actors, whom a supervisor starts anew, and the faults done to them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import errno
+import random
+from typing import cast
+
+from actors.balancers.actor import DecodeBalancer, PrefillBalancer
+from actors.rules.slab import Slab
+from bus.actor import Actor
+from bus.bulk import MemoryBulk
+from bus.bus import Bus
+from bus.memory import MemoryWire
+from bus.memory_files import MemoryFolder
+from bus.subjects import EXITED
+from run.simulate.chaos.broker import ChaosBroker, ChaosBulk, ChaosWire, Hears
+from run.simulate.chaos.loop import OWNER, StandingLoop
+from run.simulate.chaos.script import Apart, Disk, Fault, Kill, Messages, Restart, Script, Slow, Stand
+from run.simulate.chaos.truth import DECODE_COST, PREFILL_COST, ChaosEngine
+from run.simulator import World
+from run.watch import NUM_MISSED, ROUND_S
+from schemas.liveness import ProcessExited
+
+NUM_SLOTS = 4
+PREFILL_TOKENS = 4096
+SLAB_BYTES = Slab(64, 8, bytes(16), 0).file_bytes
+PATIENCE_S = NUM_MISSED * ROUND_S
+"""How long a supervisor lets an actor stand still before it kills it."""
+
+TOLD_S = 0.05
+"""From the end of a process to the word of it."""
+
+
+class ChaosWorld(World):
+    """Actors by `role/id`, as in `World`. `hears` is told of all that is sent."""
+
+    def __init__(self, script: Script, hears: Hears) -> None:
+        self.chaos = ChaosBroker(hears)
+        super().__init__(script.seed, self.chaos)
+        self.script = script
+        self.folder = MemoryFolder(2 * script.shape.budget_slabs * SLAB_BYTES)
+        self.killed: list[str] = []
+        """Whose process ended, each time."""
+        self.engines: dict[str, ChaosEngine] = {}
+        self._supervisor: Bus | None = None
+        self._restarts = dict[asyncio.Task[None], None]()
+
+    # Being there
+
+    def make_wire(self, name: str) -> MemoryWire:
+        """See `World`."""
+        wire = ChaosWire(self.chaos, name)
+        self.chaos.wires.append(wire)
+        if not self.chaos.is_up.is_set():
+            wire.leave()
+        return wire
+
+    def make_bulk(self, name: str) -> MemoryBulk:
+        """See `World`."""
+        return ChaosBulk(self.hub, self.wire(name))
+
+    def wire(self, name: str) -> ChaosWire:
+        """An actor's present one."""
+        return cast(ChaosWire, self.wires[name])
+
+    async def open(self) -> None:
+        """Start all of it, but for the clients."""
+        self._supervisor = await self.bus("supervisor/s0")
+        shape = self.script.shape
+        for id in range(shape.balancers):
+            await self.begin(f"prefill-balancer/pb{id}")
+            await self.begin(f"decode-balancer/db{id}")
+        await self.begin("kvstore/k0")
+        numbers = {"metadata/m": shape.metadata, "writer/w": shape.writers}
+        numbers |= {"prefill/p": shape.prefill, "decode/d": shape.decode, "entrypoint/e": shape.entrypoints}
+        for prefix, number in numbers.items():
+            for id in range(number):
+                await self.begin(f"{prefix}{id}")
+
+    async def begin(self, name: str) -> None:
+        """Start an actor."""
+        role, _, id = name.partition("/")
+        match role:
+            case "prefill-balancer":
+                await self.add(PrefillBalancer(id, await self.bus(name)))
+            case "decode-balancer":
+                await self.add(DecodeBalancer(id, await self.bus(name)))
+            case "kvstore":
+                await self.add_kvstore(id, self.script.shape.budget_slabs * SLAB_BYTES)
+            case "metadata":
+                await self.add_metadata(id)
+            case "writer":
+                await self.add_writer(id, SLAB_BYTES)
+            case "entrypoint":
+                await self.add_entrypoint(id)
+            case "prefill":
+                engine = self.engines[name] = ChaosEngine(NUM_SLOTS, PREFILL_TOKENS, PREFILL_COST)
+                await self.add_prefill(id, engine)
+            case "decode":
+                engine = self.engines[name] = ChaosEngine(NUM_SLOTS, self.script.shape.decode_tokens, DECODE_COST)
+                await self.add_decode(id, engine)
+            case _:
+                raise ValueError(f"{name}: there is no such role")
+
+    async def add(self, actor: Actor) -> None:
+        """See `World`. All that it does is its own: so it can stand still."""
+        wire = self.wires[f"{actor.role}/{actor.id}"]
+        context = contextvars.copy_context()
+        context.run(OWNER.set, wire)
+        await asyncio.create_task(super().add(actor), context=context)
+
+    def is_alive(self, name: str) -> bool:
+        """It has started, and not ended."""
+        return name in self.tasks and not self.tasks[name].done() and not self.wire(name).is_cut
+
+    # Faults
+
+    def begin_fault(self, fault: Fault) -> None:
+        """Do it, and undo it when its time is over."""
+        match fault:
+            case Messages():
+                self.chaos.begin(fault)
+                self._later(fault.for_s, self.chaos.end, fault)
+            case Apart(name=name, for_s=for_s) if self.is_alive(name):
+                wire = self.wire(name)
+                wire.num_apart += 1
+                self._later(for_s, _end_apart, wire)
+            case Kill(name=name) if self.is_alive(name):
+                self._kill(name, fault.back_s, fault.is_told)
+            case Stand() if self.is_alive(fault.name):
+                self._stand(fault)
+            case Slow(name=name, factor=factor) if self.is_alive(name):
+                engine = self.engines[name]
+                engine.slow(factor)
+                self._later(fault.for_s, engine.slow, 1.0)
+            case Disk() if self.is_alive(fault.name):
+                self._harm(fault)
+            case Restart(seed=seed) if self.chaos.is_up.is_set():
+                self.chaos.go_down()
+                self._later(fault.for_s, self.chaos.come_up, random.Random(seed))
+
+    def _later(self, seconds: float, undo: object, *args: object) -> None:
+        asyncio.get_running_loop().call_later(seconds, undo, *args)  # type: ignore[arg-type]
+
+    def _kill(self, name: str, back_s: float, is_told: bool) -> None:
+        self.killed.append(name)
+        self._loop.go_on(self.wire(name))  # so that it can end
+        self.kill(name)
+        task = asyncio.create_task(self._start_again(name, back_s, is_told))
+        self._restarts[task] = None
+        task.add_done_callback(lambda done: self._restarts.pop(done))
+
+    async def _start_again(self, name: str, back_s: float, is_told: bool) -> None:
+        """What a supervisor does about an actor that has ended."""
+        await asyncio.wait([self.tasks.pop(name)])
+        await asyncio.sleep(TOLD_S)
+        if is_told:
+            assert self._supervisor is not None
+            await self._supervisor.tell(EXITED.all(), ProcessExited(name=name, pid=self.pids[name], members=[name]))
+        await asyncio.sleep(back_s)
+        await self.chaos.is_up.wait()  # no process starts without a broker
+        await self.begin(name)
+
+    def _stand(self, fault: Stand) -> None:
+        wire = self.wire(fault.name)
+        wire.num_still += 1
+        self._loop.stand(wire)
+        if fault.is_watched and fault.for_s > PATIENCE_S:
+            self._later(PATIENCE_S, self._found_out, fault.name, wire)
+        else:
+            self._later(fault.for_s, self._go_on, wire)
+
+    def _found_out(self, name: str, wire: ChaosWire) -> None:
+        if self.wires[name] is wire and self.is_alive(name):
+            wire.num_still = 0
+            self._kill(name, 0.1, True)
+
+    def _go_on(self, wire: ChaosWire) -> None:
+        wire.num_still = max(0, wire.num_still - 1)
+        if not wire.num_still:
+            wire.hear_held()
+            self._loop.go_on(wire)
+
+    def _harm(self, fault: Disk) -> None:
+        files, names = self.files[fault.name], list(self.folder.files)
+        if fault.what in ("error", "full"):
+            for _ in range(fault.num):
+                files.fail_next(OSError(errno.EIO if fault.what == "error" else errno.ENOSPC, "no"))
+        elif names:
+            name = names[int(fault.place * len(names))]
+            size = len(self.folder.files[name])
+            at = int(fault.place * 7919 * size) % size if size else 0
+            if size and fault.what == "flip":
+                files.flip(name, at)
+            elif size:
+                files.truncate(name, at)
+
+    @property
+    def _loop(self) -> StandingLoop:
+        return cast(StandingLoop, asyncio.get_running_loop())
+
+    async def calm(self) -> None:
+        """Return when what was killed is back."""
+        while self._restarts:
+            await asyncio.wait(list(self._restarts))
+        for files in self.files.values():
+            files.heal()
+
+
+def _end_apart(wire: ChaosWire) -> None:
+    wire.num_apart -= 1

@@ -1,0 +1,124 @@
+"""Bugs to be planted in the actors: each is to break a rule that the fault simulator holds them to.
+
+How many seeds it takes to find each: `python -m tests.run.planted`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from actors.decode.slots import Slots
+from actors.entrypoint.request import Request
+from actors.entrypoint.shard import Shard
+from bus.bus import Bus
+from bus.shelf import Shelf
+from bus.subjects import RELEASE_DECODE, RELEASE_PREFILL
+from run.simulate.chaos.chance import script
+from run.simulate.chaos.history import run
+
+MOST = 1000
+"""Seeds in which each is to be found."""
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def no_deduplication(patch: pytest.MonkeyPatch) -> None:
+    """The entrypoint takes tokens that it has for new ones."""
+    accept = Request.accept
+
+    def planted(self: Request, epoch: int, first: int, *rest: Any) -> Any:
+        return accept(self, epoch, max(first, len(self.tokens)), *rest)
+
+    patch.setattr(Request, "accept", planted)
+
+
+def _skipped_release(role: str, subject: object) -> Plant:
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        tell = Bus.tell
+
+        async def planted(self: Bus, address: Any, message: Any, **rest: Any) -> None:
+            if address.subject is not subject or not self.wire.name.startswith(role):  # type: ignore[attr-defined]
+                await tell(self, address, message, **rest)
+
+        patch.setattr(Bus, "tell", planted)
+
+    return plant
+
+
+def early_free_of_an_offer(patch: pytest.MonkeyPatch) -> None:
+    """An offer to one receiver is free again before it has been pulled."""
+    put = Shelf.put
+
+    def planted(self: Shelf, address: str, data: bytes, lease_s: float, *rest: Any, is_shared: bool) -> Any:
+        return put(self, address, data, lease_s if is_shared else 0.001, *rest, is_shared=is_shared)
+
+    patch.setattr(Shelf, "put", planted)
+
+
+def early_free_of_a_snapshot(patch: pytest.MonkeyPatch) -> None:
+    """A shared offer is free again when one has pulled it."""
+    patch.setattr(Shelf, "acknowledge", lambda self, key, generation: self.revoke(key))
+
+
+def any_tokens_count(patch: pytest.MonkeyPatch) -> None:
+    """The entrypoint takes tokens and ends of any epoch."""
+    hear = Shard.hear
+
+    def planted(self: Shard, emitted: Any, now_s: float) -> Any:
+        known = [self.get(id) for id in emitted.request_ids]
+        epochs = [one.epoch if one else old for one, old in zip(known, emitted.epochs, strict=True)]
+        return hear(self, structs.replace(emitted, epochs=epochs), now_s)
+
+    patch.setattr(Shard, "hear", planted)
+
+
+def any_claim_wins(patch: pytest.MonkeyPatch) -> None:
+    """The entrypoint gives a request to whoever claims it."""
+    claim = Request.claim
+    patch.setattr(Request, "claim", lambda self, epoch, *rest: claim(self, self.epoch, *rest))
+
+
+def decode_cancels_any(patch: pytest.MonkeyPatch) -> None:
+    """A cancel of an owner that is over ends the present one."""
+    cancel = Slots.cancel
+    patch.setattr(Slots, "cancel", lambda self, id, epoch=0: cancel(self, id))
+
+
+def prefill_cancels_any(patch: pytest.MonkeyPatch) -> None:
+    """The same in prefill."""
+    patch.setattr("actors.prefill.actor.is_meant", lambda cancel, dispatch: True)
+
+
+PLANTS: dict[str, Plant] = {
+    "no de-duplication": no_deduplication,
+    "decode skips a release": _skipped_release("decode/", RELEASE_DECODE),
+    "prefill skips a release": _skipped_release("prefill/", RELEASE_PREFILL),
+    "a refused reservation is not released": _skipped_release("prefill/", RELEASE_DECODE),
+    "an offer is freed early": early_free_of_an_offer,
+    "a snapshot is freed early": early_free_of_a_snapshot,
+    "tokens of any epoch count": any_tokens_count,
+    "any claim wins": any_claim_wins,
+    "decode cancels any epoch": decode_cancels_any,
+    "prefill cancels any epoch": prefill_cancels_any,
+}
+
+
+def first_seed(plant: Plant, first: int = 0, most: int = MOST) -> tuple[int, str]:
+    """The first seed from `first` on that finds it, and what rule it breaks; -1 when none of `most` does."""
+    with pytest.MonkeyPatch.context() as patch:
+        plant(patch)
+        for seed in range(first, first + most):
+            if (found := run(script(seed)).violation) is not None:
+                return seed, f"{found.kind}: {found.text}"
+    return -1, ""
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or PLANTS:
+        sys.stdout.write(" | ".join([name, *map(str, first_seed(PLANTS[name]))]) + "\n")
+        sys.stdout.flush()
