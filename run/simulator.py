@@ -75,9 +75,7 @@ class World:
         clock = asyncio.get_running_loop().time
         wire = self.wires[name] = self.make_wire(name)
         pid = self.pids[name] = self.broker.num_wires
-        seams = Seams(
-            lambda: int(clock() * 1e9), self.random, host="host", pid=pid, run_beside=_run_inline, die=lambda: self.kill(name)
-        )
+        seams = Seams(lambda: int(clock() * 1e9), self.random, host="host", pid=pid, run_beside=_run_inline)
         bus = Bus(wire, seams)
         await bus.open()
         return bus

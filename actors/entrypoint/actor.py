@@ -33,7 +33,7 @@ from schemas.handover import Claim, Claimed, ClaimRefused, Refused
 from schemas.liveness import ProcessExited
 from schemas.message import Role
 from schemas.request import Cancel, CancelAcknowledged, Cancelled, End, Resend, Submit, Submitted, Taken, TokensEmitted
-from schemas.routing import LoadReported, ReportLoad, Routed
+from schemas.routing import LoadReported, Release, ReportLoad, Routed
 
 tracer = trace.get_tracer("shoal")
 
@@ -233,7 +233,7 @@ class Entrypoint(Actor):
         try:
             if request.end is not None:
                 return False
-            epoch = request.dispatch(routed.replica, self.now_s())
+            num_lost, epoch = request.num_lost, request.dispatch(routed.replica, self.now_s())
             dispatch = request.to_dispatch(self.id, routed, prompt)
             answer = await self.bus.ask(DISPATCH.at(routed.replica), dispatch, timeout_s=DISPATCH_S)
             if not isinstance(answer, Refused):
@@ -245,8 +245,10 @@ class Entrypoint(Actor):
         except BusError as error:
             if error.code is Code.CONTEXT_LENGTH:
                 raise
-            if request.epoch != epoch:
-                return True  # claimed or returned meanwhile: only the answer was lost
+            if request.epoch != epoch:  # claimed or returned meanwhile: only the answer was lost
+                if request.num_lost > num_lost:  # or the replica was, who would release it
+                    await self.bus.tell(RELEASE_PREFILL.at(routed.balancer), Release(reservation=routed.reservation))
+                return True
             if error.code is Code.TRANSFER_FAILED and dispatch.images and not request.images.were_lost():
                 raise fail(Code.VISION_ERROR, "the encoded images could not be moved to prefill") from None
             if error.code is Code.DEADLINE_EXCEEDED:
