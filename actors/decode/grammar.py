@@ -118,6 +118,7 @@ class Grammar:
         self._unspelt = unspelt
         self._anew = anew
         self._num_renewals = 0
+        self._takes_drafts = True
         self._taken: list[int] = []
         self._tail = b""  # of the text behind the last control token
         self._has_ended = False
@@ -127,7 +128,7 @@ class Grammar:
             return np.empty((0, self._space.num_words), dtype=np.int32)
         rows: list[Bits] = [first]
         tail, has_ended, num_taken = self._tail, self._has_ended, 0
-        for draft in drafts:
+        for draft in drafts if self._takes_drafts else ():
             if not _has(rows[-1], draft):
                 break
             if draft == self._space.end_token:
@@ -141,7 +142,8 @@ class Grammar:
                 break  # whether it gets there, and fails then, is for the model to say
             rows.append(row)
         if self._matcher.is_error():
-            self._renew()
+            self._takes_drafts = False  # without them it would not have come to that, nor is to end by it
+            self._begin_again()
         elif num_taken:
             self._matcher.rollback(num_taken)
         return np.stack(rows)
@@ -177,11 +179,14 @@ class Grammar:
         return row, reason(self._matcher) or ("" if row.any() else "nothing is allowed here")
 
     def _renew(self) -> bool:
-        """Begin again without the others of this grammar, and without what led into an error: it stays in one for good.
-        False if that was done often enough."""
+        """`_begin_again`, for it stays in an error for good. False if that was done often enough."""
         if self._num_renewals == MOST_RENEWALS:
             return False
         self._num_renewals += 1
+        return self._begin_again()
+
+    def _begin_again(self) -> bool:
+        """Without the others of this grammar, and without what led into an error."""
         self._matcher = self._anew()
         return bool(self._matcher.consume_tokens(self._taken))
 

@@ -128,6 +128,16 @@ def test_a_draft_that_leads_nowhere_does_not_end_it() -> None:
     assert allowed(grammar.allow([])[0]).tolist() == [END]
 
 
+def test_drafts_beyond_the_limits_do_not_end_it_however_often_they_come() -> None:
+    wide = {"type": "object", "properties": {f"p{n}": {} for n in range(700)}}
+    grammar = followed().follow(head([MARKS.think_end]) + f'start: "a" "b" | wide\nwide: %json {json.dumps(wide)}\n')
+    for _ in range(4):
+        assert grammar.error == "" and len(grammar.allow(spelled("{ ")))
+    assert len(grammar.allow(spelled("a"))) == 1, "from then on none are looked at"
+    grammar.accept(spelled("ab"))
+    assert allowed(grammar.allow([])[0]).tolist() == [END] and grammar.error == ""
+
+
 def test_a_grammar_beyond_the_limits_says_so() -> None:
     """Only that one: another of the same replica goes on."""
     wide = {"type": "object", "properties": {f"p{n}": {} for n in range(700)}}
