@@ -2,7 +2,7 @@
 
 llguidance bounds itself, but for one thing: how many patterns meet at one string (`{"allOf": [{"pattern": …}, …]}`),
 where time and memory more than double with each of them (1.3 s and 150 MB for 19). So what could be that is tried in a
-process of its own, which may take 2 s and 1 GiB.
+process of its own, which may work for 2 s and take 1 GiB.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import functools
 import random
 import re
 import resource
+import signal
 import subprocess
 import sys
 from typing import NamedTuple
@@ -35,7 +36,12 @@ MARKS = Marks(think_end=257, dsml=258)
 """Of grammars to be tried: there a token is a byte."""
 
 TRIAL_S = 2.0
+"""Of work: how busy the processors are with other things says nothing of a grammar."""
+
 TRIAL_BYTES = 1 << 30
+PATIENCE_S = 15.0
+"""For a process that hardly gets to work."""
+
 MOST_TRIALS = 2
 """Processes at a time: who tries things out takes neither all threads nor all memory."""
 
@@ -48,9 +54,9 @@ _MEETINGS = re.compile(r'"(?:allOf|anyOf|oneOf|\$ref)"')
 
 
 def try_out(grammar: str) -> str:
-    """Why this grammar, written with `MARKS`, cannot be followed; empty if it can. Takes milliseconds, 2 s at most.
+    """Why this grammar, written with `MARKS`, cannot be followed; empty if it can. Takes milliseconds, seconds at most.
 
-    Raises Refusal when it would need a process, and there are enough of them.
+    Raises Refusal when it would need a process, and there are enough of them, or it does not come to its end.
     """
     if len(_PATTERNS.findall(grammar)) < _MANY_PATTERNS or not _MEETINGS.search(grammar):
         return walk(grammar)
@@ -58,12 +64,14 @@ def try_out(grammar: str) -> str:
         raise Refusal(Code.OVERLOADED, f"{MOST_TRIALS} schemas with many patterns are being tried here: retry later")
     _trials.add(trial := object())
     try:
-        command = [sys.executable, "-m", __name__]
-        tried = subprocess.run(command, input=grammar.encode(), capture_output=True, timeout=TRIAL_S, check=False)
+        command = [sys.executable, "-m", __name__, str(TRIAL_S)]
+        tried = subprocess.run(command, input=grammar.encode(), capture_output=True, timeout=PATIENCE_S, check=False)
     except subprocess.TimeoutExpired:
-        return "Too complex: its patterns cannot be understood in time"
+        raise Refusal(Code.OVERLOADED, "a schema could not be tried here in time: retry later") from None
     finally:
         _trials.remove(trial)
+    if tried.returncode == -signal.SIGPROF:
+        return "Too complex: its patterns cannot be understood in time"
     return tried.stdout.decode() if tried.returncode == 0 else "Too complex: its patterns need too much memory"
 
 
@@ -93,6 +101,7 @@ def _bytes() -> LLTokenizer:
 
 def _main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (TRIAL_BYTES, TRIAL_BYTES))
+    signal.setitimer(signal.ITIMER_PROF, float(sys.argv[1]))  # it ends with the signal
     sys.stdout.buffer.write(walk(sys.stdin.buffer.read().decode()).encode())
 
 
