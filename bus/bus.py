@@ -167,7 +167,8 @@ def decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
 class Seams:
     """What of the outside world actors may see, so that a simulation can replace it: clock, chance, place, threads.
 
-    `run_beside` calls a long function beside the loop; its result or exception is the awaitable's.
+    `run_beside` calls a long function beside the loop; its result or exception is the awaitable's. `die` ends the
+    process, now.
     """
 
     clock_ns: Callable[[], int] = time.time_ns
@@ -175,6 +176,7 @@ class Seams:
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
     run_beside: Callable[[Callable[[], Any]], Awaitable[Any]] = asyncio.to_thread
+    die: Callable[[], None] = lambda: os._exit(1)
 
 
 class Bus:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from bus.actor import Envelope, Handler
 from bus.bus import Bus
+from bus.pulse import Pulse
 from bus.subjects import (
     BEGIN_DECODE,
     BEGIN_PREFILL,
@@ -85,10 +86,12 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class GroupOf:
-    """The ids of a group's ranks, in order, all of one role; `life` is that of the engine here (`Member.lives`)."""
+    """The ids of a group's ranks, in order, all of one role; `life` is that of the engine here (`Member.lives`), and
+    `timeout_s` how long it waits for another one in a step."""
 
     ids: tuple[str, ...]
     life: int
+    timeout_s: float = 0.0
 
     @property
     def name(self) -> str:
@@ -103,6 +106,7 @@ class GroupLost(Exception):
 class Ranks:
     """One actor's view of its group, if it is in one. `spawn` is the actor's; `on_called` has it step soon.
 
+    Its loop says by `turn` that it comes on: an engine that hangs ends the process (see pulse.py).
     While the group is asleep nothing runs: who gets work first calls the others.
     """
 
@@ -123,6 +127,7 @@ class Ranks:
         self._is_lost = False
         self._version = 0
         self._placing: asyncio.Task[Any] | None = None
+        self._pulse = Pulse(f"{role}/{id}", 0.0 if group is None else group.timeout_s, spawn, bus.seams.die)
 
     def handlers(self) -> Mapping[Subject[Any, Any], Handler]:
         """To be among the actor's."""
@@ -161,6 +166,14 @@ class Ranks:
         finally:
             telling.cancel()
         self._member = engine.group
+
+    async def turn(self, has_work: asyncio.Event) -> None:
+        """Wait for work. The actor's loop is here once in each turn."""
+        await self._pulse.turn(has_work)
+
+    def detail(self) -> dict[str, float]:
+        """For load reports: turns of the loop so far, each with a step of the engine at most."""
+        return {"steps": float(self._pulse.num_turns)}
 
     def is_called(self) -> bool:
         """Whether a step is to be done here even without work, as other ranks need it."""

@@ -123,7 +123,7 @@ def _engine(spec: ProcessSpec, settings: Settings) -> tuple[Engine, GroupOf | No
         drafts=settings.drafts,
         group=rank,
     )
-    return engine, None if place is None or rank is None else GroupOf(place.ids, rank.life)
+    return engine, None if place is None or rank is None else GroupOf(place.ids, rank.life, settings.step_timeout_s)
 
 
 def _files(settings: Settings) -> Files:

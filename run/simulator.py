@@ -75,10 +75,15 @@ class World:
         clock = asyncio.get_running_loop().time
         wire = self.wires[name] = self.make_wire(name)
         pid = self.pids[name] = self.broker.num_wires
-        seams = Seams(lambda: int(clock() * 1e9), self.random, host="host", pid=pid, run_beside=_run_inline)
+        seams = Seams(
+            lambda: int(clock() * 1e9), self.random, host="host", pid=pid, run_beside=_run_inline, die=self._dies(name)
+        )
         bus = Bus(wire, seams)
         await bus.open()
         return bus
+
+    def _dies(self, name: str) -> Callable[[], None]:
+        return lambda: self.kill(name)
 
     async def bulk(self, name: str) -> MemoryBulk:
         """A bulk for one actor."""

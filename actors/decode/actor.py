@@ -113,7 +113,7 @@ class Decode(Actor):
         info = self._engine.info
         detail = {**self.keeper.detail(), "snapshots": float(len(self.keeper.snapshots))}
         detail |= self.slots.load().detail() | self._totals.detail(self._engine.counts.verified)
-        detail |= self._leaving.detail()
+        detail |= self._leaving.detail() | self._ranks.detail()
         return structs.replace(
             super().load(),
             num_running=len(self.slots.running()),
@@ -254,7 +254,7 @@ class Decode(Actor):
     async def _step_loop(self) -> None:
         """The only caller of the engine."""
         while True:
-            await self._has_work.wait()
+            await self._ranks.turn(self._has_work)
             for generation in self.slots:
                 if generation.end is not None:
                     await self._let_go(generation)

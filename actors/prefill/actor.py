@@ -94,7 +94,7 @@ class Prefill(Actor):
         self._phases.end_all()
 
     def load(self) -> LoadReported:
-        detail = self.batch.detail(self.now_s()) | self.loader.detail() | self.keeper.detail()
+        detail = self.batch.detail(self.now_s()) | self.loader.detail() | self.keeper.detail() | self._ranks.detail()
         return structs.replace(
             super().load(),
             num_running=self.batch.num_running,
@@ -215,7 +215,7 @@ class Prefill(Actor):
     async def _step_loop(self) -> None:
         """The only caller of the engine."""
         while True:
-            await self._has_work.wait()
+            await self._ranks.turn(self._has_work)
             if not self._ranks.is_called():
                 self._has_work.clear()
             now_ns = self.bus.seams.clock_ns()

@@ -11,8 +11,10 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from actors.decode.actor import Decode
+from actors.prefill.actor import Prefill
 from bus.bus import Delivery
 from bus.memory import MemoryWire, _Subscription
+from bus.pulse import NUM_FIRST, STALL_S
 from bus.subjects import EXITED
 from kernels.timed import StepCost, TimedEngine
 from run.simulator import RecordingBroker
@@ -172,6 +174,34 @@ def test_word_of_an_end_that_comes_when_the_successor_is_there_takes_nothing_fro
             await tell_exit(system, member, pid=10**6)
             await system.listener.over("r").wait()
             assert system.listener.ends["r"] == LENGTH and system.entrypoint.shard.detail()["lost"] == 0
+
+    run_virtual(main())
+
+
+# One whose engine hangs: its mailbox goes on
+
+
+@pytest.mark.parametrize("victim", ["prefill/p0", "decode/d0"])
+def test_a_replica_whose_engine_hangs_is_ended_and_its_requests_go_on_elsewhere(victim: str) -> None:
+    async def main() -> None:
+        expected = await undisturbed(4)
+        async with core(2, 2, SLOW) as system:
+            for i in range(2 * NUM_FIRST):
+                await asyncio.gather(*(system.finish(submit(f"warm{i}.{j}")) for j in range(2)))
+            actor, calls = system.actors[victim], list[float]()
+            assert isinstance(actor, Decode | Prefill)
+
+            async def hang(work: object) -> list[list[int]]:
+                calls.append(asyncio.get_running_loop().time())
+                return await asyncio.get_running_loop().create_future()
+
+            name = "decode" if isinstance(actor, Decode) else "prefill"
+            setattr(actor._engine, name, hang)
+            for i in range(4):
+                await system.send(ask(f"r{i}", prompt(400, i), NUM_OUTPUT))
+            assert await finished(system, 4) == expected
+            assert calls and STALL_S - 1 < asyncio.get_running_loop().time() - calls[0] < STALL_S + 20
+            assert system.wires[victim]._is_cut and await quiet(system) == {}
 
     run_virtual(main())
 
