@@ -211,6 +211,7 @@ class Slots:
             if not isinstance(generation.end, Failed | Preempted):
                 self.outputs.add(generation.num_output)
             generation.ended_s = now_s
+            generation.grammar = None  # megabytes, of no use to who asks
             self._ended.pop(generation.id, None)
             self._ended[generation.id] = generation
         while self._ended and now_s - next(iter(self._ended.values())).ended_s > RETENTION_S:

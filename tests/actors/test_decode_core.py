@@ -5,6 +5,7 @@ from __future__ import annotations
 from msgspec import structs
 
 from actors.decode.slots import RETENTION_S, Generation, Slots
+from actors.rules.grammars import head
 from schemas.request import (
     Cancelled,
     Failed,
@@ -16,6 +17,7 @@ from schemas.request import (
     TokensEmitted,
 )
 from tests.actors.builders import hand_over
+from tests.actors.constrained import followed
 
 EOS = 1
 STOP = Finished(reason=FinishReason.STOP)
@@ -83,8 +85,10 @@ class TestSlots:
         kept, refused = slots.arrive(hand_over("kept")), slots.arrive(hand_over("refused"))
         assert kept is not None and refused is not None
         kept.epoch, kept.tokens, kept.end = 2, [5], STOP
+        kept.grammar = followed().follow(head([]) + "start: /a/")
         slots.leave(kept, 0.0)
         slots.leave(refused, 0.0)
+        assert kept.grammar is None, "large, and of no use any more"
         asked = Resend(request_ids=["kept", "refused"], first_indexes=[0, 0], epochs=[2, 2])
         message = slots.resend("decode/d0", asked)
         assert message.counts == [1, 0] and message.ends[0] == (0, STOP) and isinstance(message.ends[1][1], Failed)
