@@ -191,9 +191,9 @@ def test_a_replica_whose_engine_hangs_is_ended_and_its_requests_go_on_elsewhere(
             actor, calls = system.actors[victim], list[float]()
             assert isinstance(actor, Decode | Prefill)
 
-            async def hang(work: object) -> list[list[int]]:
+            async def hang(work: object) -> None:
                 calls.append(asyncio.get_running_loop().time())
-                return await asyncio.get_running_loop().create_future()
+                await asyncio.get_running_loop().create_future()
 
             name = "decode" if isinstance(actor, Decode) else "prefill"
             setattr(actor._engine, name, hang)
