@@ -125,7 +125,6 @@ class Actor:
 
     def load(self) -> LoadReported:
         """How loaded this actor is. Subclasses fill in what they know."""
-        self._report_seq += 1
         return LoadReported(
             role=self.role,
             id=self.id,
@@ -138,8 +137,9 @@ class Actor:
 
     @property
     def is_drained(self) -> bool:
-        """Of one that drains: nothing is here any more that others would miss."""
-        return True
+        """Of one that drains: nothing is here any more that others would miss. By its load: nothing runs or waits."""
+        load = self.load()
+        return not load.num_running and not load.num_waiting
 
     # What a supervisor calls
 
@@ -222,6 +222,7 @@ class Actor:
 
     async def report_load(self) -> None:
         """Publish how loaded this actor is, now."""
+        self._report_seq += 1
         report = self.load()
         record_load(report)
         await self.bus.tell(LOAD.at(self.role), report)

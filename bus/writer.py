@@ -270,6 +270,11 @@ class StreamWriter:
             if not streams:
                 del self._kept[stream.destination]
 
+    @property
+    def num_waiting(self) -> int:
+        """Items that have not gone out yet."""
+        return sum(len(gathered.items) for gathered in self._gathered.values())
+
     async def flush(self) -> None:
         """Send all that was gathered for destinations that can take it."""
         now_s = asyncio.get_running_loop().time()

@@ -136,6 +136,29 @@ def health(*actors: str) -> int:
 
 
 @app.command
+def drain(actor: str, *, grace: float | None = None) -> int:
+    """Have an actor leave: it takes no new work, and when its grace is over others go on with what it still has. Waits
+    for that; the actor is then started anew. Status 1 if requests were left.
+
+    Asks on the broker at SHOAL_NATS_URL, or on the one of the stack that runs from SHOAL_HOME.
+
+    Parameters
+    ----------
+    actor
+        Whom, as ROLE/ID, such as decode/d0.
+    grace
+        For how many seconds its requests go on first; SHOAL_GRACE_S, or 60, by default.
+    """
+    from run.cluster import parse_actors
+    from run.drain import drain_actor
+    from run.home import find_broker
+    from run.settings import Settings
+
+    settings = Settings.from_environment()
+    return drain_actor(parse_actors((actor,))[0], find_broker(settings), settings.grace_s if grace is None else grace)
+
+
+@app.command
 def status(*, json: bool = False) -> int:
     """Show who runs, where, and how loaded.
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from run.settings import SettingsError
+from run.settings import Settings, SettingsError
 
 
 class Client(msgspec.Struct, frozen=True):
@@ -97,3 +97,13 @@ def write_private(path: Path, content: bytes) -> None:
     with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)
     temporary.replace(path)
+
+
+def find_broker(settings: Settings) -> str:
+    """The URL of the broker that is set, or of the stack that runs from SHOAL_HOME. Raises SettingsError."""
+    running = Home(settings.home).read()
+    if nats_url := settings.nats_url or (running.nats_url if running else ""):
+        return nats_url
+    raise SettingsError(
+        f"no stack runs from {settings.home} (SHOAL_HOME) and SHOAL_NATS_URL is not set; start one with `shoal up`"
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import os
@@ -16,10 +17,10 @@ from typing import Any, NoReturn
 import uvloop
 
 from actors.recipe.card import CardError
-from bus.actor import Actor
+from bus.actor import LAST_S, Actor
 from bus.broker import NatsWire
 from bus.bulk import MAX_BYTES, Bulk, SocketBulk
-from bus.bus import Bus
+from bus.bus import Bus, BusError
 from kernels.config import ConfigError
 from kernels.environment import compute_environment
 from kernels.shards import CheckpointError
@@ -48,6 +49,11 @@ MISTAKE = "shoal node: "
 Build = Callable[[Member, Bus, Bulk, ProcessSpec, Settings], Actor]
 
 
+COMPUTING = (Role.PREFILL, Role.DECODE)
+LEAVING = ((Role.GATEWAY,), (Role.RECIPE,), (Role.ENTRYPOINT,), (Role.VISION,), COMPUTING, (Role.WRITER,))
+"""Who leaves first: each has its work done by those behind it. The others have nothing to wait for."""
+
+
 class Node:
     """The tree of one process: rest_for_one over the bus and a one_for_one supervisor of its actors.
 
@@ -62,6 +68,18 @@ class Node:
         self._bus: Bus | None = None
         self._bulk: SocketBulk | None = None
         self._announced: set[Member] = set()
+        self._actors: dict[Member, Actor] = {}
+
+    async def leave(self) -> None:
+        """See off what is here, within the grace and what it takes then. Others serve new requests meanwhile."""
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + self._settings.grace_s
+        for roles in LEAVING:
+            actors = [actor for member, actor in self._actors.items() if member.role in roles]
+            last_s = end_s + LAST_S if roles is COMPUTING else end_s  # others are to go on with what these have then
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(max(last_s, loop.time() + 1.0)):
+                    await asyncio.gather(*(actor.leave(max(end_s - loop.time(), 0.0)) for actor in actors))
 
     async def run(self, ready: Ready) -> None:
         """Live until cancelled. Raises GaveUp and Stuck, as supervisors do."""
@@ -107,13 +125,20 @@ class Node:
             if member not in self._announced:
                 self._announced.add(member)
                 await self._wire.announce(member.role, member.id, version("shoal"))
-            await actor.run(ready)
+            self._actors[member] = actor
+            try:
+                await actor.run(ready)
+            finally:
+                del self._actors[member]
 
         return run
 
 
 def run_node(spec: ProcessSpec, settings: Settings, build: Build = build) -> NoReturn:
-    """Run until SIGTERM or SIGINT, then end the process. The supervisor is told when every actor is ready."""
+    """Run until SIGTERM or SIGINT, then end the process. The supervisor is told when every actor is ready.
+
+    SIGTERM lets it see off what it has; SIGINT, or a second SIGTERM, ends it at once.
+    """
     logging.basicConfig(
         level=os.environ.get("SHOAL_LOG_LEVEL", "WARNING").upper(),
         format=f"%(asctime)s {spec.name} %(levelname)s %(name)s: %(message)s",
@@ -141,9 +166,18 @@ def _exit(status: int) -> NoReturn:
 
 async def _main(node: Node) -> int:
     task: asyncio.Task[Any] = asyncio.create_task(node.run(tell_ready))
+    leaving: asyncio.Task[Any] | None = None
+
+    def on_term() -> None:
+        nonlocal leaving
+        if leaving is None:
+            leaving = asyncio.create_task(_leave(node, task))
+        else:
+            task.cancel()
+
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, task.cancel)
+    loop.add_signal_handler(signal.SIGTERM, on_term)
+    loop.add_signal_handler(signal.SIGINT, task.cancel)
     try:
         await task
     except asyncio.CancelledError:
@@ -159,6 +193,15 @@ async def _main(node: Node) -> int:
         log.critical("%s; ending the process", error)
         _exit(1)
     return 0
+
+
+async def _leave(node: Node, life: asyncio.Task[Any]) -> None:
+    try:
+        await node.leave()
+    except BusError as error:
+        log.warning("there is nobody to leave to: %s", error)
+    finally:
+        life.cancel()
 
 
 def find_mistake(error: BaseException) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal, cast, get_args
 
 from actors.rules.tenants import Tenants, TenantsError
+from bus.actor import GRACE_S
 
 Drafts = Literal["off", "fixed", "scheduled"]
 
@@ -20,6 +21,7 @@ SNAPSHOT_SHARE = 64
 """Of the machine's memory, for each replica that keeps windows: a machine of a cluster has one, a laptop two."""
 MB = 1 << 20
 DEFAULT_STEP_TIMEOUT_S = 15.0
+LONGEST_GRACE_S = 3600.0
 SMALLEST_SLAB_BYTES = 4 * MB
 LARGEST_SLAB_BYTES = 4096 * MB
 NUM_SLABS = 64
@@ -33,7 +35,7 @@ class SettingsError(ValueError):
 @dataclass(frozen=True)
 class Settings:
     """SHOAL_HTTP_PORT (0: any free one), SHOAL_HOST, SHOAL_API_KEYS, SHOAL_TENANTS, SHOAL_NATS_URL, SHOAL_HOME,
-    SHOAL_MODEL, SHOAL_STORE, SHOAL_STORE_MB, SHOAL_SNAPSHOT_MB, SHOAL_STEP_TIMEOUT_S, SHOAL_DRAFTS.
+    SHOAL_MODEL, SHOAL_STORE, SHOAL_STORE_MB, SHOAL_SNAPSHOT_MB, SHOAL_STEP_TIMEOUT_S, SHOAL_GRACE_S, SHOAL_DRAFTS.
 
     `host` is where this process listens; without keys that is loopback unless SHOAL_HOST says otherwise, as it must
     inside a container. `nats_url` is empty when there is no broker yet. `model` is an existing folder.
@@ -41,6 +43,7 @@ class Settings:
     `snapshot_bytes` is the memory that the kept windows of one prefill or decode replica may take. `step_timeout_s` is
     for how long a rank of an expert-parallel group waits for another in a step, before it takes it for gone. `drafts`
     is what engines do with the checkpoint's draft stages; the same everywhere, as states with and without differ.
+    `grace_s`: for how long requests go on in a process that leaves, before others are to go on with them.
     """
 
     http_port: int
@@ -55,6 +58,7 @@ class Settings:
     step_timeout_s: float = DEFAULT_STEP_TIMEOUT_S
     tenants_path: Path | None = None
     drafts: Drafts = "scheduled"
+    grace_s: float = GRACE_S
 
     def tenants(self) -> Tenants:
         """What the tenants file says now; no tenants without one. Raises SettingsError."""
@@ -85,6 +89,7 @@ class Settings:
             step_timeout_s=_step_timeout_s(environment.get("SHOAL_STEP_TIMEOUT_S", "")),
             tenants_path=Path(tenants).absolute() if (tenants := environment.get("SHOAL_TENANTS", "")) else None,
             drafts=_drafts(environment.get("SHOAL_DRAFTS", "")),
+            grace_s=_grace_s(environment.get("SHOAL_GRACE_S", "")),
         )
 
 
@@ -122,6 +127,16 @@ def _step_timeout_s(text: str) -> float:
     if not (text.isascii() and text.isdecimal() and len(text) <= 6) or int(text) < 1:
         raise SettingsError(f"SHOAL_STEP_TIMEOUT_S={text}: not a time; set whole seconds, 1 or more")
     return float(text)
+
+
+def _grace_s(text: str) -> float:
+    try:
+        grace_s = float(text or GRACE_S)
+    except ValueError:
+        grace_s = -1.0
+    if not 0 <= grace_s <= LONGEST_GRACE_S:
+        raise SettingsError(f"SHOAL_GRACE_S={text}: not a time; set seconds, from 0 to {LONGEST_GRACE_S:g}")
+    return grace_s
 
 
 def _drafts(text: str) -> Drafts:

@@ -12,8 +12,8 @@ from rich.table import Table
 
 from bus.bus import BusError
 from run.health import collect_loads, on_bus
-from run.home import Home
-from run.settings import Settings, SettingsError
+from run.home import find_broker
+from run.settings import Settings
 from schemas.message import Role
 from schemas.routing import LoadReported
 
@@ -24,12 +24,7 @@ PIPE_COLUMNS = 200
 
 def print_status(settings: Settings, *, as_json: bool) -> int:
     """Ask everyone and print what came; status 1 when nobody answered. Raises SettingsError without a broker to ask."""
-    running = Home(settings.home).read()
-    nats_url = settings.nats_url or (running.nats_url if running else "")
-    if not nats_url:
-        raise SettingsError(
-            f"no stack runs from {settings.home} (SHOAL_HOME) and SHOAL_NATS_URL is not set; start one with `shoal up`"
-        )
+    nats_url = find_broker(settings)
     try:
         reports = asyncio.run(_collect(nats_url))
     except BusError as error:

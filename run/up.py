@@ -138,6 +138,7 @@ class Stack:
             environment={"SHOAL_NATS_URL": self._nats_url, "SHOAL_HTTP_PORT": str(self._settings.http_port)},
             log_path=self._home.log_path(spec.name),
             shutdown_s=PROCESS_SHUTDOWN_S,
+            stop_signal=signal.SIGINT,  # at SIGTERM it would see its requests off, and there is nobody to take them
         )
         return self._child(program, " ".join(members))
 
@@ -222,7 +223,7 @@ class Stack:
             self._console.print(line, markup=False, soft_wrap=True)
 
     def _on_restart(self, name: str, error: BaseException | None) -> None:
-        self._console.print(f"[yellow]●[/] {name:<10} restarting: {escape(str(error))}")
+        self._console.print(f"[yellow]●[/] {name:<10} restarting: {escape(str(error or 'it has left'))}")
 
     def _on_signal(self, task: asyncio.Task[None]) -> None:
         if self._is_stopping:

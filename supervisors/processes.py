@@ -1,4 +1,4 @@
-"""OS processes as children of a supervisor: readiness, back-off, SIGTERM → wait → SIGKILL, and none left behind."""
+"""OS processes as children of a supervisor: readiness, back-off, signal → wait → SIGKILL, and none left behind."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class Program:
     """What to run, and as whom. `members` are its actors as `role/id`.
 
     It is ready when it says so (`tell_ready`) or, for a program that cannot, when `probe` returns; within
-    `start_timeout_s`. `log_path` gets its output; None: ours does.
+    `start_timeout_s`. `log_path` gets its output; None: ours does. At `stop_signal` it ends within `shutdown_s`: one
+    that takes its time at SIGTERM has another for that.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Program:
     log_path: Path | None = None
     start_timeout_s: float = 120.0
     shutdown_s: float = 2.0
+    stop_signal: signal.Signals = signal.SIGTERM
 
 
 class ProcessEnded(Exception):
@@ -157,12 +159,12 @@ class Process:
 
     async def _end(self, process: asyncio.subprocess.Process) -> None:
         if process.returncode is None:
-            process.terminate()
+            process.send_signal(self.program.stop_signal)
             try:
                 async with asyncio.timeout(self.program.shutdown_s):
                     await process.wait()
             except TimeoutError:
-                log.warning("%s did not end within %g s of SIGTERM", self.program.name, self.program.shutdown_s)
+                log.warning("%s did not end within %g s of its signal", self.program.name, self.program.shutdown_s)
         _kill_group(process.pid)
         await process.wait()
         self.pid = None

@@ -73,6 +73,10 @@ class Balancer(Actor):
     async def on_start(self) -> None:
         await self.bus.tell(report_load(self.pool).all(), ReportLoad())
 
+    @property
+    def is_drained(self) -> bool:
+        return True  # any other balancer knows as much
+
     def load(self) -> LoadReported:
         known = {"replicas": float(self.ledger.num_replicas), "degraded": float(self._num_degraded)}
         return structs.replace(super().load(), num_running=self.ledger.num_reserved, detail=known)

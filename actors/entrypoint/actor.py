@@ -91,6 +91,10 @@ class Entrypoint(Actor):
             self._end(request, failed(Failure(code=Code.SHUTTING_DOWN, message="the system is stopping")))
         await self.flush()
 
+    @property
+    def is_drained(self) -> bool:
+        return not self.shard.num_live and self._outbox.is_idle(self.now_s())
+
     def load(self) -> LoadReported:
         return structs.replace(super().load(), num_running=self.shard.num_live, detail=self.shard.detail())
 

@@ -36,6 +36,10 @@ class Quota(Actor):
     async def on_start(self) -> None:
         self._ledger = Ledger(self._tenants, self._now_ns())
 
+    @property
+    def is_drained(self) -> bool:
+        return True  # what it counts goes with it
+
     def load(self) -> LoadReported:
         return structs.replace(super().load(), num_running=len(self._ledger))
 

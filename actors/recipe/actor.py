@@ -104,7 +104,7 @@ class Recipe(PublicActor):
             await asyncio.wait(list(self._tasks), timeout=STOP_S)  # the word to quota actors of what was used
 
     def load(self) -> LoadReported:
-        return structs.replace(super().load(), num_running=len(self._open))
+        return structs.replace(super().load(), num_running=len(self._open), num_waiting=self._writer.num_waiting)
 
     async def flush(self) -> None:
         await self._writer.flush()

@@ -90,6 +90,10 @@ class Vision(Actor):
     async def on_stop(self) -> None:
         await self._encoder.close()
 
+    @property
+    def is_drained(self) -> bool:
+        return super().is_drained and self._held.is_empty(self.now_s())
+
     def load(self) -> LoadReported:
         mine = {"held_bytes": float(self._held.num_bytes), "cached_bytes": float(self._embeddings.num_bytes)}
         left = VisionLoad(self._num_patches(self._queue.num_pixels))

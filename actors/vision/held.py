@@ -19,6 +19,10 @@ class Held:
             self.remove(key)
         return self.num_bytes + num_bytes <= MAX_HELD_BYTES
 
+    def is_empty(self, now_s: float) -> bool:
+        """Nothing is held that may still be pulled."""
+        return all(until_s <= now_s for _, until_s in self._sizes.values())
+
     def add(self, key: str, num_bytes: int, until_s: float) -> None:
         """It is on offer now."""
         self._sizes[key] = (num_bytes, until_s)

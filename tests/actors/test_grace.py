@@ -15,7 +15,7 @@ from kernels.engine import Sampling as EngineSampling
 from kernels.timed import StepCost
 from run.simulator import RecordingBroker
 from run.virtual import run_virtual
-from schemas.request import Cancelled, Finished, FinishReason, Sampling
+from schemas.request import Cancelled, Finished, FinishReason, Sampling, Submit
 from supervisors.grace import AT_ONCE, MOVING_S, Fate
 from tests.actors.builders import submit
 from tests.actors.core import Core, core, quiet
@@ -50,7 +50,7 @@ async def until(is_so: Callable[[], bool]) -> None:
         await asyncio.sleep(0.001)
 
 
-async def alone(requests: list, **fields: int) -> dict[str, list[int]]:
+async def alone(requests: list[Submit], **fields: int) -> dict[str, list[int]]:
     """What nobody disturbs."""
     async with core(1, 0, SLOW) as system:
         await system.with_decode("d0", SLOW, num_slots=64, **fields)

@@ -12,9 +12,9 @@ import pytest
 from bus.actor import Actor
 from bus.bus import Bus, BusError, Delivery, decoder
 from bus.memory import MemoryBroker, MemoryWire
-from bus.subjects import LOAD, Subject, ping, report_load
+from bus.subjects import LOAD, Subject, drain, ping, report_load
 from schemas.failure import Code, Failure
-from schemas.liveness import Ping, Pong
+from schemas.liveness import Drain, Ping, Pong
 from schemas.routing import LoadReported, ReportLoad
 from tests.conftest import Run
 
@@ -153,6 +153,22 @@ class ActorConformance:
                 await stage.actor.drain()
                 assert not (await stage.until_report(num + 1)).is_accepting
                 assert (await stage.ping()).id == stage.actor.id
+
+        run_async(main())
+
+    def test_told_to_leave_it_ends_by_itself_and_says_so(self, run_async: Run) -> None:
+        async def main() -> None:
+            async with self.stage() as stage:
+                address = drain(stage.actor.role).at(stage.actor.id)
+                earlier = Drain(grace_s=0.0, incarnation="of an earlier one")
+                assert (await stage.client.ask(address, earlier, timeout_s=TIMEOUT_S)).is_accepting
+                asks = [Drain(grace_s=30.0), Drain(grace_s=0.0, incarnation=stage.actor.incarnation)]
+                answers = [stage.client.ask(address, ask, timeout_s=TIMEOUT_S) for ask in asks]
+                for report in await asyncio.gather(*answers):
+                    assert (report.id, report.is_accepting) == (stage.actor.id, False)
+                    assert report.num_running == report.num_waiting == 0
+                await stage.end()
+                assert stage.actor._is_stopped
 
         run_async(main())
 

@@ -1,0 +1,67 @@
+"""`shoal drain`: one actor leaves, and others go on with what it has; then it is started anew."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from rich.console import Console
+
+from bus.actor import LAST_S
+from bus.bus import Bus, BusError, Delivery, decoder
+from bus.subjects import LOAD, drain, ping
+from run.cluster import Member
+from run.health import CHECK_TIMEOUT_S, on_bus
+from schemas.liveness import Drain, Ping
+from schemas.routing import LoadReported
+
+
+def drain_actor(member: Member, nats_url: str, grace_s: float) -> int:
+    """Have it leave and wait for it, with a line whenever something changes; status 0 when nothing was left behind."""
+
+    async def main() -> int:
+        async with on_bus(nats_url, name="shoal-drain") as bus:
+            return await _drain(bus, member, grace_s, Console(highlight=False))
+
+    try:
+        return asyncio.run(main())
+    except BusError as error:
+        print(f"shoal: {member}: {error}", file=sys.stderr)
+        return 1
+
+
+async def _drain(bus: Bus, member: Member, grace_s: float, console: Console) -> int:
+    pong = await bus.ask(ping(member.role).at(member.id), Ping(), timeout_s=CHECK_TIMEOUT_S)
+    told = ""
+
+    def say(report: LoadReported) -> None:
+        nonlocal told
+        if (line := describe(report)) != told:
+            told = line
+            console.print(f"{member}: {line}", markup=False, soft_wrap=True)
+
+    def on_delivery(delivery: Delivery) -> None:
+        report = decoder(LoadReported).decode(delivery.body)
+        if (report.id, report.incarnation) == (member.id, pong.incarnation):
+            say(report)
+
+    await bus.wire.subscribe(LOAD.at(member.role).name, on_delivery)
+    wanted = Drain(grace_s=grace_s, incarnation=pong.incarnation)
+    last = await bus.ask(drain(member.role).at(member.id), wanted, timeout_s=grace_s + LAST_S + CHECK_TIMEOUT_S)
+    say(last)
+    return 1 if num_left(last) else 0
+
+
+def num_left(report: LoadReported) -> int:
+    """Requests that are still there."""
+    return report.num_running + report.num_waiting
+
+
+def describe(report: LoadReported) -> str:
+    """How far it is."""
+    fates = [name for name in ("moved", "given_back") if name in report.detail]
+    said = [f"{num_left(report)} left", *(f"{report.detail[name]:.0f} {name.replace('_', ' ')}" for name in fates)]
+    if "pause_ms_p50" in report.detail:
+        p50, p99 = report.detail["pause_ms_p50"], report.detail["pause_ms_p99"]
+        said.append(f"moved ones stood still for {p50:.3g} ms (p50), {p99:.3g} ms (p99)")
+    return ", ".join(said)
