@@ -22,7 +22,7 @@ up: $(STAMP) ## start everything on this machine; Ctrl-C stops it
 	@exec $(BIN)/shoal up
 
 test: $(STAMP) ## run all the tests
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 check: $(STAMP) ## ruff and mypy strict
 	@$(BIN)/ruff check .
