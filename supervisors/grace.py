@@ -41,8 +41,8 @@ class Fate(StrEnum):
 class Grace:
     """One replica's. Times are seconds of the caller's clock.
 
-    Every frozen request is settled exactly once. So `num_frozen` never exceeds `at_once` before the last stage, and
-    the replica is GONE within the grace, `moving_s`, and what its last offers take to be called off.
+    Every frozen request is settled exactly once, and no more than `at_once` are frozen before the last stage. The
+    replica is GONE within the grace, `moving_s`, and what its last offers take to be called off.
     """
 
     def __init__(self, *, at_once: int = AT_ONCE, moving_s: float = MOVING_S) -> None:
@@ -53,10 +53,6 @@ class Grace:
         self._moving_s = moving_s
         self._end_s = math.inf
         self._frozen: dict[str, float] = {}
-
-    @property
-    def num_frozen(self) -> int:
-        return len(self._frozen)
 
     def drain(self, now_s: float, grace_s: float) -> None:
         """Begin, or leave sooner than was said before."""
