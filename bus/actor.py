@@ -33,7 +33,7 @@ GRACE_S = 60.0
 """How long what is here goes on when an actor leaves, unless it is told otherwise."""
 
 LAST_S = 12.0
-"""What is left after the grace is seen off within this time."""
+"""Who sees off what is left after the grace does so within this time."""
 
 LOOK_S = 0.02
 
@@ -79,12 +79,13 @@ class Actor:
     - A full mailbox answers asks with `overloaded`; tells are counted in `num_dropped` and repaired by their sequence
       numbers. It is full for them before it is for asks.
     - `drain()` stops new work at the door (what that means is the subclass's), and once it `is_drained` nothing is lost
-      with it; `leave()` waits for that.
+      with it; `leave()` waits for that, for the grace and `last_s`.
     - `stop()` is idempotent, ends spawned work, calls `on_stop()`, and answers every pending ask with `shutting_down`.
     """
 
     role: ClassVar[Role]
     mailbox_limit: ClassVar[int] = 8192
+    last_s: ClassVar[float] = 0.0
 
     def __init__(self, id: str, bus: Bus) -> None:
         self.id = id
@@ -175,7 +176,7 @@ class Actor:
 
     async def leave(self, grace_s: float) -> None:
         """Drain, and return once nothing is left here, or when there is no more time for it."""
-        end_s = self.now_s() + grace_s + LAST_S
+        end_s = self.now_s() + grace_s + self.last_s
         await self.drain(grace_s)
         while not self.is_drained:
             if self.now_s() >= end_s:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import logging
 import os
@@ -17,7 +16,7 @@ from typing import Any, NoReturn
 import uvloop
 
 from actors.recipe.card import CardError
-from bus.actor import LAST_S, Actor
+from bus.actor import Actor
 from bus.broker import NatsWire
 from bus.bulk import MAX_BYTES, Bulk, SocketBulk
 from bus.bus import Bus, BusError
@@ -49,8 +48,10 @@ MISTAKE = "shoal node: "
 Build = Callable[[Member, Bus, Bulk, ProcessSpec, Settings], Actor]
 
 
-COMPUTING = (Role.PREFILL, Role.DECODE)
-LEAVING = ((Role.GATEWAY,), (Role.RECIPE,), (Role.ENTRYPOINT,), (Role.VISION,), COMPUTING, (Role.WRITER,))
+LEAVING: tuple[tuple[Role, ...], ...] = (
+    *((Role.GATEWAY,), (Role.RECIPE,), (Role.ENTRYPOINT,)),
+    *((Role.VISION,), (Role.PREFILL, Role.DECODE), (Role.WRITER,)),
+)
 """Who leaves first: each has its work done by those behind it. The others have nothing to wait for."""
 
 
@@ -76,10 +77,7 @@ class Node:
         end_s = loop.time() + self._settings.grace_s
         for roles in LEAVING:
             actors = [actor for member, actor in self._actors.items() if member.role in roles]
-            last_s = end_s + LAST_S if roles is COMPUTING else end_s  # others are to go on with what these have then
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(max(last_s, loop.time() + 1.0)):
-                    await asyncio.gather(*(actor.leave(max(end_s - loop.time(), 0.0)) for actor in actors))
+            await asyncio.gather(*(actor.leave(max(end_s - loop.time(), 0.0)) for actor in actors))
 
     async def run(self, ready: Ready) -> None:
         """Live until cancelled. Raises GaveUp and Stuck, as supervisors do."""

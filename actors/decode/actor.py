@@ -21,7 +21,7 @@ from actors.decode.telling import Telling, Totals
 from actors.rules.outbox import Outbox
 from actors.rules.ring import Ring
 from actors.rules.spans import end_span
-from bus.actor import GRACE_S, Actor, Envelope, Handler
+from bus.actor import GRACE_S, LAST_S, Actor, Envelope, Handler
 from bus.bulk import Bulk
 from bus.bus import Bus
 from bus.claiming import take_over
@@ -57,7 +57,7 @@ class Decode(Actor):
     At the end of its grace it has others go on with what it still has (`supervisors/leaving.py`).
     """
 
-    role = Role.DECODE
+    role, last_s = Role.DECODE, LAST_S
 
     def __init__(
         self,

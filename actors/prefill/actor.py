@@ -22,7 +22,7 @@ from actors.rules.cost import Terms
 from actors.rules.emission import resend_answer
 from actors.rules.meter import Meter
 from actors.rules.ring import Ring
-from bus.actor import GRACE_S, Actor, Envelope, Handler
+from bus.actor import GRACE_S, LAST_S, Actor, Envelope, Handler
 from bus.bulk import Bulk
 from bus.bus import Bus, BusError, fail
 from bus.files import Files
@@ -49,7 +49,7 @@ class Prefill(Actor):
     """One task drives the engine, a step at a time; the cached beginning of each prompt is loaded, and each finished
     prompt handed over, in a task of its own. What was computed is stored, and windows kept, in the background."""
 
-    role = Role.PREFILL
+    role, last_s = Role.PREFILL, LAST_S
 
     def __init__(
         self,

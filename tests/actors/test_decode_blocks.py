@@ -117,3 +117,29 @@ def test_what_was_sampled_last_is_not_computed_yet(new: list[int], num_computed:
     generation = Generation(hand_over(max_tokens=4))
     generation.advance(new, EOS, 100)
     assert (generation.num_computed, generation.end) == (num_computed, end)
+
+
+@pytest.mark.parametrize("num_prompt", [1, 127, 128, 200])
+def test_wherever_it_is_moved_each_block_is_named_once_by_one_of_both(num_prompt: int) -> None:
+    """Of the last token that the first one has, the second one computes what is cached: also when it fills a block."""
+    prompt = np.arange(7, 7 + num_prompt, dtype=np.uint32)
+    images = [Span(num_prompt - 1, 1, b"digest of it")]
+    output = np.random.default_rng(1).integers(2, 2**32, 300).tolist()
+    first = structs.replace(hand_over(num_tokens=num_prompt, max_tokens=900), chain=chain_end(prompt, images), epoch=3)
+    whole = np.concatenate([prompt, np.array(output, dtype=np.uint32)])
+    for num_before in range(len(output)):
+        generations, keys = [Generation(first)], []
+        for part in (output[:num_before], output[num_before:]):
+            one = generations[-1]
+            filling = one.filling = Filling.of(one.offer, info())
+            assert filling is not None
+            if part:
+                one.advance(part, EOS, 10_000)
+                filling.take(one.tokens, one.num_computed)
+            keys += [(number, filling.key(number)) for number in filling.blocks(filling.num_done if part else 0)]
+            one.epoch = 4
+            generations.append(Generation(one.hand_over()))
+        offer = generations[1].offer
+        assert (offer.num_output, offer.num_tokens, offer.epoch) == (num_before, num_prompt + num_before, 4)
+        wanted = list(enumerate(chain(ROOT, whole, images)))
+        assert keys == wanted[num_prompt // BLOCK_TOKENS : (len(whole) - 1) // BLOCK_TOKENS]
