@@ -91,7 +91,7 @@ def decode_cancels_any(patch: pytest.MonkeyPatch) -> None:
 
 def prefill_cancels_any(patch: pytest.MonkeyPatch) -> None:
     """The same in prefill."""
-    patch.setattr("actors.prefill.actor.is_meant", lambda cancel, dispatch: True)
+    patch.setattr("actors.prefill.jobs.is_meant", lambda cancel, dispatch: True)
 
 
 PLANTS: dict[str, Plant] = {

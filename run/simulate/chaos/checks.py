@@ -30,19 +30,23 @@ OWNERS_S = 30.0
 """A replica that goes on with a request of which another is the owner is told so within this time."""
 
 
+WITH_FIRST_WORK = {"Pulse._watch"}
+"""Tasks that stay, and begin late."""
+
+
 class Checks:
     """Watches one world. `start` is to be called when it is up, and quiet; `hear` with all that is sent."""
 
     def __init__(self, violate: Violate) -> None:
         self._violate = violate
         self.releases = Releases(violate)
-        self._num_tasks: dict[str, int] = {}
+        self._usual: dict[str, set[str]] = {}
         self._watched: set[int] = set()
         self._strangers: dict[tuple[str, str, int], float] = {}
 
     def start(self, world: ChaosWorld) -> None:
         """What is there now is always there."""
-        self._num_tasks = {actor.role: len(actor._tasks) for actor in world.actors.values()}
+        self._usual = {actor.role: set(_tasks(actor)) | WITH_FIRST_WORK for actor in world.actors.values()}
 
     def check(self, world: ChaosWorld, now_s: float) -> None:
         """At any moment between two steps of the loop."""
@@ -73,7 +77,8 @@ class Checks:
         for name, actor in _living(world):
             for what, number in residue(actor, world.engines.get(name)).items():
                 found[f"{name}: {what}"] = number
-            found[f"{name}: tasks"] = len(actor._tasks) - self._num_tasks.get(actor.role, 0)
+            for task in set(_tasks(actor)) - self._usual[actor.role]:
+                found[f"{name}: {task}"] = 1
             if name in world.bulks:
                 keeper = getattr(actor, "keeper", None)
                 num_kept = len(keeper.snapshots) if keeper is not None else 0
@@ -153,6 +158,11 @@ class Releases:
         for key, (asker, holder) in self._used.items():
             if key not in self._released and not asker.is_cut and holder not in world.killed:
                 self._violate("reservations", f"reservation {key[1]} at {key[0]}, of {holder}, is released by nobody")
+
+
+def _tasks(actor: Actor) -> list[str]:
+    """What its tasks do, by name."""
+    return [task.get_coro().__qualname__ for task in actor._tasks]  # type: ignore[union-attr]
 
 
 def _living(world: ChaosWorld) -> list[tuple[str, Actor]]:

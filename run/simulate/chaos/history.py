@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from run.simulate.chaos.checks import Checks
 from run.simulate.chaos.clients import Call, Clients
@@ -76,6 +76,7 @@ class _Run:
             await self._live(world)
         except Broken as broken:
             history.violation = broken.violation
+            cast(StandingLoop, loop).all_go_on()
         history.digest, history.num_events = world.chaos.history, world.chaos.num_messages
         history.virtual_s = loop.time()
         if (clients := world.actors.get("recipe/rc0")) is not None:

@@ -42,6 +42,11 @@ class StandingLoop(VirtualLoop):
             else:
                 self._ready.append(handle)
 
+    def all_go_on(self) -> None:
+        """Nobody stands any more, so that all can end."""
+        for owner in list(self._waiting):
+            self.go_on(owner)
+
     def _call_soon(self, callback: Callable[..., Any], args: Any, context: Context | None) -> asyncio.Handle:
         handle: asyncio.Handle = super()._call_soon(callback, args, context)  # type: ignore[misc]
         if self._waiting and (waiting := self._waiting.get(_owner(handle))) is not None:

@@ -22,10 +22,10 @@ MAX_TOKENS = 2048
 
 VOCABULARY = range(100, 1000)
 MEAN_OUTPUT = 400
-MOST_ACCEPTED = 4
+MOST_ACCEPTED = 6
 
-PREFILL_COST = StepCost(step_ns=15_000_000, prefill_token_ns=100_000)
-DECODE_COST = StepCost(step_ns=40_000_000, decode_row_ns=1_000_000)
+PREFILL_COST = StepCost(step_ns=20_000_000, prefill_token_ns=100_000)
+DECODE_COST = StepCost(step_ns=60_000_000, decode_row_ns=1_000_000)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import errno
 import random
+from collections.abc import Callable
 from typing import cast
 
 from actors.balancers.actor import DecodeBalancer, PrefillBalancer
@@ -115,6 +116,9 @@ class ChaosWorld(World):
     def is_alive(self, name: str) -> bool:
         """It has started, and not ended."""
         return name in self.tasks and not self.tasks[name].done() and not self.wire(name).is_cut
+
+    def _dies(self, name: str) -> Callable[[], None]:
+        return lambda: self._kill(name, 0.1, True)
 
     # Faults
 
