@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.schedule import History, Mode, Scheduler, budget
+from kernels.schedule import History, Mode, Scheduler, _survival, budget
 from kernels.steptimes import Floats, StepTimes
 
 SIZE = 5
@@ -77,12 +77,15 @@ def test_more_rows_never_take_less(passes: list[tuple[int, float]]) -> None:
     assert low * 0.999 <= at[0] <= high * 1.001
 
 
-def test_a_pass_that_was_held_up_does_no_harm() -> None:
+def test_a_pass_that_was_held_up_does_no_harm_and_slower_ones_count_soon() -> None:
     times = times_of(0.001, sizes=(1, 4, 16, 64))
     before = times.at(np.array([16]))
     times.add(16, 30.0)
     assert times.at(np.array([16])) == before
     assert times.knows(16) and times.knows(20) and not times.knows(30)
+    for took_s in [0.1] * 100 + [0.2] * 10:
+        times.add(64, took_s)
+    assert times.at(np.array([64, 128])).tolist() == pytest.approx([0.2, 0.2 + 64 * (0.2 - 0.011) / 63])
 
 
 @settings(max_examples=30, deadline=None)
@@ -109,6 +112,65 @@ def test_rows_that_cost_nothing_are_all_verified_and_dear_ones_are_not() -> None
         assert (sum(found) == 8 * SIZE) == many
 
 
+def test_where_fewer_are_hardly_better_all_are_verified() -> None:
+    one, block = scheduler(0.0002, 0.001), np.array([[2.0, 2.0, 2.0, 2.0, -4.0]])
+    survival = _survival(1 / (1 + np.exp(-block)), 1.0)[0]
+    assert budget(survival, 1, 0.001, one.verify_times)[0] == 4
+    assert one.admit(block, [SIZE], [History()], 1)[0] == [SIZE]
+    assert one.admit(block, [SIZE - 1], [History()], 1)[0] == [SIZE - 1]
+
+
+def test_whom_is_drafted_for_beside_one_that_it_pays_for() -> None:
+    """Who it hardly costs anything for, who is new, and who was left out for long; seldom nobody."""
+    for block_s, chosen in ((0.0005, [0, 1]), (0.003, [0])):
+        one = Scheduler("scheduled", np.ones(SIZE), times_of(0.001), times_of(block_s, 0.002))
+        sure, unsure = History(), History()
+        for _ in range(32):
+            one._blocks.add(np.zeros(SIZE))
+            sure.add(np.full(SIZE, 0.99))
+            unsure.add(np.zeros(SIZE))
+        assert one.choose([sure, unsure], [SIZE] * 2) == chosen
+        assert one.choose([sure, History()], [SIZE] * 2) == [0, 1]
+        unsure.idle = 32
+        assert one.choose([sure, unsure], [SIZE] * 2) == [0, 1]
+        assert (sure.idle, unsure.idle) == (0, 0)
+    one, histories = scheduler(0.001, 0.002), [History()]
+    found = [step(one, histories, {0: SURE}, {0: SIZE}) for _ in range(1000)]
+    assert 1 <= found.count([-1]) <= 20
+
+
+def test_drafts_are_worth_what_their_rows_leave_and_new_ones_what_others_are() -> None:
+    for row_s, chosen in ((0.001, [0]), (0.02, [])):
+        one, history = scheduler(row_s, 0.001), History()
+        for _ in range(8):
+            history.add(np.full(SIZE, 0.5))
+            one._blocks.add(np.zeros(SIZE))
+        assert one.choose([history], [SIZE]) == chosen
+        assert one.choose([History()], [SIZE]) == []
+        for _ in range(32):
+            one.learn(history, np.full(SIZE, 0.9), 0)
+        assert one._corrections([History()])[0] < 0.3
+
+
+def test_what_is_no_number_is_half_sure() -> None:
+    history = History()
+    _, confidence = scheduler(0.0, 0.001).admit(np.full((1, SIZE), np.nan), [SIZE], [history], 1)
+    assert confidence.tolist() == [[0.5] * SIZE]
+    assert np.isfinite(history.dump()).all()
+
+
+def test_what_is_known_of_drafts_ends_with_the_first_wrong_one_and_fades() -> None:
+    one, history = scheduler(0.0, 0.001), History()
+    one.learn(history, np.full(SIZE, 0.5), 1)
+    assert (history.record.right, history.record.promised) == (1.0, 1.0)
+    one.learn(history, np.full(SIZE, 0.5), SIZE)
+    assert history.record.right == pytest.approx(0.95 + 5.0)
+    assert history.record.promised == pytest.approx(0.95 + 2.5)
+    luck = history.record.correction()
+    assert luck == pytest.approx(9.95 / 7.45)
+    assert _survival(np.full(2, 0.9), luck).tolist() == pytest.approx([0.995, 0.995**2]), "nothing is surer"
+
+
 def test_a_request_that_drafts_do_not_help_is_left_out_beside_one_that_they_do() -> None:
     """By its confidences, or where they say too much by its own acceptance."""
     for doubtful in (UNSURE, SURE):
@@ -123,8 +185,10 @@ def test_it_notices_rarely_but_surely_that_drafting_pays_again() -> None:
     found = [step(one, histories, {0: UNSURE}, {0: 0}) for _ in range(400)]
     num_tries = sum(verified >= 0 for (verified,) in found[20:])
     assert 1 <= num_tries <= 10
+    assert one._gain == pytest.approx(1.0, rel=0.01)
     found = [step(one, histories, {0: SURE}, {0: SIZE}) for _ in range(400)]
     assert sum(verified > 0 for (verified,) in found) > 100
+    assert one._gain == pytest.approx((1 + 5 * 0.95) * 0.011 / 0.022, rel=0.1)
 
 
 def test_times_that_nobody_knows_are_found_out() -> None:
