@@ -49,6 +49,7 @@ class System:
         *,
         ready_file: Path | None = None,
         cluster: Path | None = None,
+        start_s: float = 50.0,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
@@ -67,7 +68,7 @@ class System:
                 stdin=subprocess.DEVNULL,
             )
         try:
-            wait_for(lambda: self.ready_file.exists() or self.process.poll() is not None, 50.0)
+            wait_for(lambda: self.ready_file.exists() or self.process.poll() is not None, start_s)
             assert self.process.poll() is None and self.ready_file.exists(), self.output.read_text()
         except BaseException:
             self.process.kill()
