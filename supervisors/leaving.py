@@ -86,12 +86,13 @@ class Leaving:
                 await offering.place(_route(last), patience_s)
                 fate = Fate.MOVED if offering.is_taken else fate
         except BusError as error:
-            log.info("%s is given back: %s", last.request_id, error)
+            log.info("nobody takes %s: %s", last.request_id, error)
         if fate is not Fate.MOVED and last.request_id in self._is_cancelled:
             fate = Fate.ENDED
         del self._offerings[last.request_id]
         self._is_cancelled.discard(last.request_id)
         self.grace.settle(last.request_id, fate, self._now_s())
+        log.info("%s is %s, at output token %d", last.request_id, fate, last.num_output)
         return fate
 
     async def _is_known(self, last: HandOver, offering: Offering) -> bool:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
@@ -148,6 +148,60 @@ def test_an_actor_that_cannot_be_built_ends_the_node(run_async: Run, nats_server
             with pytest.raises(GaveUp, match=r"actors did not start: GaveUp.*decode/broken.*cannot be built"):
                 await task
             assert await find_silent(bus, MEMBERS[:1], timeout_s=10.0) == {MEMBERS[0]}
+
+    run_async(main())
+
+
+class Busy(Fragile):
+    """Is drained when it is told so, and remembers that it was told to leave."""
+
+    log: ClassVar[list[str]] = []
+
+    def __init__(self, id: str, bus: Bus, role: Role) -> None:
+        super().__init__(id, bus, role)
+        self.done = asyncio.Event()
+
+    @property
+    def is_drained(self) -> bool:
+        return self.done.is_set()
+
+    async def drain(self, grace_s: float = 0.0) -> None:
+        self.log.append(f"{self.role} drains")
+        await super().drain(grace_s)
+
+    async def on_stop(self) -> None:
+        await self.bus.wire.flush()  # raises when the connection is closed already
+        self.log.append(f"{self.role} stops")
+
+
+def test_a_node_leaves_by_roles_and_its_bus_goes_last(run_async: Run, nats_server: ServerConfig) -> None:
+    """Who is behind others in the way of a request goes on until they are done (reliability case 12)."""
+    made: dict[Role, Busy] = {}
+
+    def make(member: Member, bus: Bus, *_: object) -> Actor:
+        made[member.role] = Busy(member.id, bus, member.role)
+        return made[member.role]
+
+    async def main() -> None:
+        Busy.log.clear()
+        url, members = nats_server.url(nats_server.internal), (Member(Role.DECODE, "d0"), Member(Role.ENTRYPOINT, "e0"))
+        node = Node(ProcessSpec("two", members, num_threads=1), _settings(url), make)
+        is_ready = asyncio.Event()
+        life = asyncio.create_task(node.run(is_ready.set))
+        await is_ready.wait()
+        leaving = asyncio.create_task(node.leave())
+        async with on_bus(url, name="test") as bus:
+            assert await find_silent(bus, members, timeout_s=10.0) == set()
+            assert Busy.log == ["entrypoint drains"]
+            made[Role.ENTRYPOINT].done.set()
+            while len(Busy.log) < 2:
+                await asyncio.sleep(0.01)
+            assert await find_silent(bus, members, timeout_s=10.0) == set() and not leaving.done()
+            made[Role.DECODE].done.set()
+            await leaving
+            life.cancel()
+            await asyncio.gather(life, return_exceptions=True)
+        assert Busy.log == ["entrypoint drains", "decode drains", "entrypoint stops", "decode stops"]
 
     run_async(main())
 

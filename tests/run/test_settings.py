@@ -79,3 +79,11 @@ def test_how_long_a_rank_waits_for_another() -> None:
     for text in ("0", "soon", "1.5", "-1"):
         with pytest.raises(SettingsError, match=f"SHOAL_STEP_TIMEOUT_S={text}: not a time; set whole seconds"):
             Settings.from_environment({"SHOAL_STEP_TIMEOUT_S": text})
+
+
+def test_the_grace_is_a_time() -> None:
+    assert Settings.from_environment({}).grace_s == 60.0
+    assert Settings.from_environment({"SHOAL_GRACE_S": "0.5"}).grace_s == 0.5
+    for text in ("-1", "3601", "nan", "soon"):
+        with pytest.raises(SettingsError, match=f"SHOAL_GRACE_S={text}: not a time; set seconds, from 0 to 3600"):
+            Settings.from_environment({"SHOAL_GRACE_S": text})

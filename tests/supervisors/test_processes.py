@@ -31,7 +31,7 @@ class Log:
     def __init__(self) -> None:
         self.exits: list[ProcessExited] = []
 
-    def process(self, name: str, code: str, **settings: float | Path) -> Process:
+    def process(self, name: str, code: str, **settings: float | Path | signal.Signals) -> Process:
         program = Program(name, [sys.executable, "-c", code], members=[f"decode/{name}"], **settings)  # type: ignore[arg-type]
         return Process(program, backoff=Backoff(random.Random(1), first_s=0.01), on_exit=self.exits.append)
 
@@ -93,6 +93,22 @@ def test_sigkill_ends_what_does_not_listen(run_async: RunAsync, how: str) -> Non
         with pytest.raises(asyncio.CancelledError):
             await task
         assert not is_alive(pid)
+
+    run_async(main())
+
+
+def test_it_is_ended_by_its_own_signal(run_async: RunAsync, tmp_path: Path) -> None:
+    """One that takes its time at SIGTERM, as a node does."""
+
+    async def main() -> None:
+        note = tmp_path / "note"
+        log = f"lambda *_: (pathlib.Path({str(note)!r}).write_text('quick'), sys.exit(0))"
+        code = f"import pathlib, sys, signal\nsignal.signal(signal.SIGINT, {log})\n" + DEAF
+        task, _ = await up(Log().process("p0", code, stop_signal=signal.SIGINT))
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert note.read_text() == "quick"
 
     run_async(main())
 
