@@ -43,7 +43,7 @@ class Unspelt:
     def forbid(self, allowed: Bits, tail: bytes) -> None:
         """In place, behind text that ends like this: int32 [words]."""
         for num, bits in self._forbidden.items():
-            if num == 0 or tail.endswith(self._spelling[:num]):
+            if tail.endswith(self._spelling[:num]):
                 allowed &= ~bits
 
 
@@ -133,7 +133,7 @@ class Grammar:
                 break
             if draft == self._space.end_token:
                 has_ended = True
-            elif not has_ended:
+            else:  # behind the end nothing else is allowed
                 self._matcher.consume_token(draft)
                 num_taken += 1
                 tail = self._behind(tail, draft)

@@ -99,7 +99,6 @@ class Emission:
             self._cached.append((len(self._ids), num_cached))
         if logprobs is not None and tokens:
             self._logprobs.append((len(self._ids), logprobs))
-        self._open.pop(request_id, None)
         if logprobs is None and end is None:
             self._open[request_id] = len(self._ids)
         self._ids.append(request_id)
@@ -119,7 +118,6 @@ class Emission:
         self._tokens[at].extend(tokens)
         if end is not None:
             self._ends.append((at, end))
-            del self._open[request_id]
         return True
 
     def _close(self) -> None:

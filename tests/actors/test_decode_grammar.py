@@ -155,16 +155,39 @@ def test_who_uses_up_the_limits_of_a_grammar_does_so_alone(monkeypatch: pytest.M
     """What is compiled is shared, with its lexer: one that is used up is used up for all."""
     monkeypatch.setattr("actors.rules.grammars.LIMITS", LLParserLimits(max_lexer_states=600, verbose_errors=False))
     text = head([]) + "start: /(.*a.{30}){5}/"
+
+    def use_up() -> str:
+        spent, chance = followed().follow(text), random.Random(0)
+        while len(rows := spent.allow([])):
+            spent.accept([int(chance.choice([id for id in allowed(rows[0]) if id != END]))])
+        return spent.error
+
     other, early = followed().follow(text), followed().follow(text, spelled("abc"))
-    chance = random.Random(0)
-    spent = followed().follow(text)
-    while len(rows := spent.allow([])):
-        spent.accept([int(chance.choice([id for id in allowed(rows[0]) if id != END]))])
-    assert "too many states" in spent.error
-    for one in (other, early, followed().follow(text)):
+    assert "too many states" in use_up()
+    fresh = followed().follow(text)
+    for one in (other, early, fresh):
         assert len(one.allow([])) == 1
         one.accept(spelled("xa"))
         assert one.error == ""
+    assert (early._num_renewals, fresh._num_renewals) == (1, 0)
+    assert [fresh._renew() for _ in range(3)] == [True, True, False], "it costs the others of the batch"
+
+
+def test_the_last_ones_are_kept_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.decode.grammar.KEPT", 2)
+    a, b, c = (head([]) + f"start: /{letter}/" for letter in "abc")
+    for text in (a, b, a, c):
+        followed().follow(text)
+    assert [*followed()._compiled] == [a, c]
+
+
+def test_a_control_token_begins_no_spelling() -> None:
+    """What is made of the output looks behind it: its last character is none of another one."""
+    grammar = followed().follow(head([MARKS.dsml]) + f"start: <[{MARKS.dsml}]> /(?s:.*)/")
+    grammar.accept([MARKS.dsml])
+    for part in spelled("DSML｜"):
+        assert part in allowed(grammar.allow([])[0])
+        grammar.accept([part])
 
 
 def test_without_a_tokenizer_there_are_none() -> None:

@@ -189,6 +189,9 @@ def test_it_notices_rarely_but_surely_that_drafting_pays_again() -> None:
     found = [step(one, histories, {0: SURE}, {0: SIZE}) for _ in range(400)]
     assert sum(verified > 0 for (verified,) in found) > 100
     assert one._gain == pytest.approx((1 + 5 * 0.95) * 0.011 / 0.022, rel=0.1)
+    for _ in range(200):
+        step(one, histories, {0: UNSURE}, {0: 0})
+    assert one._gain == pytest.approx(1.0, rel=0.01)
 
 
 def test_times_that_nobody_knows_are_found_out() -> None:
