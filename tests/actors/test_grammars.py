@@ -13,10 +13,11 @@ from jsonschema import Draft202012Validator
 from actors.recipe import trial
 from actors.recipe.calls import Tool
 from actors.recipe.fields import Refusal
-from actors.recipe.grammar import Asked
+from actors.recipe.grammar import Asked, Grammars
 from actors.rules.grammars import MAX_BYTES
 from schemas.failure import Code
 from tests.actors.constrained import (
+    MARKS,
     accepts,
     followed,
     generate,
@@ -248,6 +249,15 @@ def test_patterns_that_meet_are_tried_in_a_process_with_an_end(monkeypatch: pyte
         assert refused.value.failure.code is Code.OVERLOADED
     monkeypatch.setattr(trial, "MOST_TRIALS", 1)
     assert grammars().find(Asked(json=json.dumps({"anyOf": patterns[1:]}))).text  # that was not remembered
+
+
+def test_so_many_are_remembered_unless_they_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"KEPT": 2, "KEPT_BYTES": 30}.items():
+        monkeypatch.setattr(f"actors.recipe.grammar.{name}", value)
+    some, asked = Grammars(MARKS), [Asked(json=f'{{"const": "{letter}"}}') for letter in "abc"]
+    for one in [*asked, long := Asked(json='{"const": "abcdefghijklmnopqrstuvwxyz"}')]:
+        some.find(one)
+    assert [*map(some.is_known, [*asked, long])] == [False, True, True, False]
 
 
 def test_a_tool_that_cannot_be_kept_to_is_refused_or_ignored() -> None:
