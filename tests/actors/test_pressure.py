@@ -310,7 +310,8 @@ async def some(num_turns: int, num_ms: int) -> None:
     await asyncio.sleep(num_ms / 1000)
 
 
-MOMENTS = [(0, 0), (1, 0), (3, 0), (6, 0), (15, 0), (40, 0), (0, 5), (0, 12), (0, 25), (0, 500), (0, 3000)]
+MOMENTS = [(0, 0), (3, 0), (6, 0), (15, 0), (0, 12)]
+"""Decode has it still; nobody; prefill is given it; has it; has it, and waits for room."""
 
 
 @pytest.mark.parametrize(("num_turns", "num_ms"), MOMENTS)
@@ -328,7 +329,7 @@ def test_cancelled_at_any_time_of_its_way_back(truth: dict[str, list[int]], num_
     assert system.listener.tokens == {**truth, gone: truth[gone][: len(system.listener.tokens[gone])]}
 
 
-@pytest.mark.parametrize(("num_turns", "num_ms"), MOMENTS[:9:2])
+@pytest.mark.parametrize(("num_turns", "num_ms"), MOMENTS[::2])
 def test_decode_is_killed_while_one_makes_way(truth: dict[str, list[int]], num_turns: int, num_ms: int) -> None:
     broker = Watching()
 

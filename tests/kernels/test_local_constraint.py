@@ -116,18 +116,21 @@ def test_what_is_allowed_and_told_is_the_same_with_drafts(run_debug: Run) -> Non
     run_debug(main())
 
 
-def test_a_constraint_that_ends_lets_an_early_end_pass(run_debug: Run) -> None:
+def test_a_constraint_that_ends_lets_an_early_end_pass_and_else_it_comes_when_it_may(run_debug: Run) -> None:
     async def main() -> None:
         local = engine()
         await local.start()
         local.admit("r", 40, Sampling(0.0, 1.0, 0, first_end=10**6))
         local.constrain("r", constraint := Steps(length=3))
-        await local.prefill([Chunk("r", tokens(20))])
-        new: list[int] = []
-        while END not in new:
-            new += (await local.decode(["r"]))[0]
-        assert new.index(END) == 3
-        assert constraint.tokens[:4] == new[:4]
+        local.admit("s", 40, Sampling(0.0, 1.0, 0, first_end=20 + 3, logit_bias=((END, 1e4),)))
+        for name in "rs":
+            await local.prefill([Chunk(name, tokens(20))])
+            new: list[int] = []
+            while END not in new:
+                new += (await local.decode([name]))[0]
+            assert new.index(END) == 3
+            if name == "r":
+                assert constraint.tokens[:4] == new[:4]
         await local.close()
 
     run_debug(main())

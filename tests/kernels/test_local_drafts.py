@@ -131,6 +131,9 @@ def test_how_drafts_of_a_request_fared_moves_with_it(run_debug: Run) -> None:
         tensors["drafts"] = tensors["drafts"][:-1]
         with pytest.raises(StateError, match="history of drafts"):
             await target.restore("hot", seal(target.info.layout, safetensors.torch.save(tensors)))
+        for _ in range(6):
+            await source.decode(["hot"])
+        assert history.record.promised not in (0.0, 4.0), "it goes on"
         for local in (source, target):
             await local.close()
 

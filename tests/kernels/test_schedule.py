@@ -152,6 +152,12 @@ def test_drafts_are_worth_what_their_rows_leave_and_new_ones_what_others_are() -
         assert one._corrections([History()])[0] < 0.3
 
 
+def test_each_place_has_its_temperature() -> None:
+    one = Scheduler("fixed", np.array([1.0, 2.0]))
+    _, confidence = one.admit(np.array([[1.0, 2.0]]), [2], [History()], 1)
+    assert confidence.tolist() == [[pytest.approx(0.7310586), pytest.approx(0.7310586)]]
+
+
 def test_what_is_no_number_is_half_sure() -> None:
     history = History()
     _, confidence = scheduler(0.0, 0.001).admit(np.full((1, SIZE), np.nan), [SIZE], [history], 1)
