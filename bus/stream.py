@@ -81,7 +81,7 @@ class InStream:
         elif self._waiter is not None:  # however much comes at once, it is not slow: it had no chance yet
             if not self._waiter.done():
                 self._waiter.set_result(None)
-        elif self.num_bytes > self._reader.max_buffered_bytes:
+        elif self.num_bytes > MAX_BUFFERED_BYTES:
             failure = fail(Code.CLIENT_TOO_SLOW, f"the reader of this stream left {self.num_bytes} bytes waiting")
             self._items.clear()
             self.num_bytes = 0
@@ -117,16 +117,9 @@ class StreamReader:
     `on_too_slow` hears at once when a stream ends as its consumer does not come; who reads it may be stuck for long.
     """
 
-    def __init__(
-        self,
-        bulk: Bulk,
-        on_too_slow: Callable[[InStream], None],
-        *,
-        max_buffered_bytes: int = MAX_BUFFERED_BYTES,
-    ) -> None:
+    def __init__(self, bulk: Bulk, on_too_slow: Callable[[InStream], None]) -> None:
         self.bulk = bulk
         self.on_too_slow = on_too_slow
-        self.max_buffered_bytes = max_buffered_bytes
         self._streams: dict[int, InStream] = {}
 
     def open(self, stream_id: int, *, stall_s: float) -> InStream:

@@ -64,10 +64,13 @@ def events_of(response: bytes) -> list[dict[str, Any]]:
     return [json.loads(line[6:]) for line in response.split(b"\n") if line.startswith(b"data: {")]
 
 
-def test_a_stalled_reader_is_cancelled_and_slows_nobody(run_async: Run, card: ModelCard) -> None:
+def test_a_stalled_reader_is_cancelled_and_slows_nobody(
+    run_async: Run, card: ModelCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bus.stream.MAX_BUFFERED_BYTES", CAP_BYTES)
+
     async def main() -> None:
         async with silent(card) as system:
-            system.gateway._reader.max_buffered_bytes = CAP_BYTES
             stalled = Stalled(system)
             [slow] = await submitted(system.entrypoint)
             reading = asyncio.create_task(Stalled(system, kernel_bytes=1 << 20).read())

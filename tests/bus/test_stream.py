@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,8 +29,8 @@ def batch(*items: tuple[int, int, bytes], last: tuple[int, ...] = (), **fields: 
     )
 
 
-def make_reader(**settings: Any) -> StreamReader:
-    return StreamReader(MemoryBulk(MemoryHub()), settings.pop("on_too_slow", lambda _: None), **settings)
+def make_reader(on_too_slow: Callable[[InStream], None] = lambda _: None) -> StreamReader:
+    return StreamReader(MemoryBulk(MemoryHub()), on_too_slow)
 
 
 async def read(stream: InStream) -> list[Item]:
@@ -132,10 +133,12 @@ def test_a_stall_ends_the_stream_and_items_put_it_off(run_async: Run) -> None:
     run_async(main())
 
 
-def test_what_piles_up_for_a_consumer_is_bounded(run_async: Run) -> None:
+def test_what_piles_up_for_a_consumer_is_bounded(run_async: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bus.stream.MAX_BUFFERED_BYTES", 1000)
+
     async def main() -> None:
         slow: list[InStream] = []
-        reader = make_reader(max_buffered_bytes=1000, on_too_slow=slow.append)
+        reader = make_reader(slow.append)
         stream = reader.open(1, stall_s=60)
         for seq in range(50):
             reader.feed(batch((1, seq, bytes(100))))
