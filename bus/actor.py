@@ -214,8 +214,9 @@ class Actor:
         return task
 
     def now_s(self) -> float:
-        """The loop's clock, for cores that take the time as an argument."""
-        return asyncio.get_running_loop().time()
+        """The loop's clock, for cores that take the time as an argument. It stands still while the broker is away: for
+        so long nobody is heard of, and nobody is gone for that."""
+        return asyncio.get_running_loop().time() - self.bus.wire.away_s
 
     def wake(self) -> None:
         """Ask for a `flush()` soon."""

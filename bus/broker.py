@@ -50,7 +50,7 @@ class _Client(Client):
     def __init__(self) -> None:
         super().__init__()
         self.listeners: dict[int, Callable[[Delivery], None]] = {}
-        self.settled_s = 0.0
+        self.settled_s = 0.0  # inf while there is no connection
 
     def send(self, command: bytes) -> None:
         """Queue a command for the flusher, in order; what `publish` does behind four coroutines and two checks."""
@@ -112,6 +112,7 @@ class NatsWire:
         self._lost = asyncio.Event()
         self._is_closing = False
         self._directory = Directory(self)
+        self._away_s, self._left_s = 0.0, float("inf")  # all but the last time, and when that began
 
     @classmethod
     async def connect(
@@ -156,6 +157,12 @@ class NatsWire:
     def max_payload(self) -> int:
         """The largest body plus headers, in bytes, as the server said."""
         return int(self._client.max_payload)
+
+    @property
+    def away_s(self) -> float:
+        """See `Wire.away_s`. Until SETTLE_S after we were back."""
+        now_s = asyncio.get_running_loop().time()
+        return self._away_s + max(0.0, min(now_s, self._client.settled_s) - self._left_s)
 
     async def publish(
         self, subject: str, body: bytes, *, reply: str = "", headers: Mapping[str, str] | None = None
@@ -267,6 +274,7 @@ class NatsWire:
         log.log(logging.WARNING if self._client.is_connected else logging.DEBUG, "NATS: %r", error)
 
     async def _on_disconnected(self) -> None:
+        self._away_s, self._left_s = self.away_s, asyncio.get_running_loop().time()
         self._client.settled_s = float("inf")
         if not self._is_closing:
             log.warning("lost the connection to NATS; trying again until it is back")

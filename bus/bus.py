@@ -75,6 +75,12 @@ class Wire(Protocol):
         """The largest body plus headers the broker takes, in bytes."""
         ...
 
+    @property
+    def away_s(self) -> float:
+        """Seconds for which the broker was out of reach so far, and others may have been. Silence proved nothing then:
+        what is measured for it does not count them."""
+        ...
+
     async def publish(
         self, subject: str, body: bytes, *, reply: str = "", headers: Mapping[str, str] | None = None
     ) -> None:

@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 from bus.bulk import Bulk
 from bus.bus import Bus, BusError, fail
 from bus.insist import insist
-from bus.subjects import CANCEL, SUBMIT
+from bus.subjects import CANCEL, RESEND, SUBMIT
 from schemas.bulk import Payload
 from schemas.failure import Code
-from schemas.request import Cancel, CancelReason, Submit
+from schemas.request import Cancel, CancelReason, Resend, Submit, TokensEmitted
 
 ASK_TIMEOUT_S = 5.0
 TRIES = 3
@@ -61,6 +61,17 @@ async def place(
             elif (num_silences := num_silences + 1) == TRIES:
                 raise fail(Code.WORKER_LOST, "the entrypoint that the request belongs to is silent") from None
     raise fail(Code.CANCELLED, "the request was cancelled")
+
+
+async def ask_after(bus: Bus, shard: str, resend: Resend) -> TokensEmitted | None:
+    """What a shard says that was missed of these requests; None if the broker was away meanwhile. Raises BusError."""
+    away_s = bus.wire.away_s
+    try:
+        return await bus.ask(RESEND.at(shard), resend, timeout_s=ASK_TIMEOUT_S)
+    except BusError as error:
+        if error.code is Code.DEADLINE_EXCEEDED and bus.wire.away_s > away_s:
+            return None
+        raise
 
 
 async def cancel_at(bus: Bus, shard: str, request_id: str, reason: CancelReason) -> bool:

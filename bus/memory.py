@@ -55,6 +55,7 @@ class MemoryBroker:
     def __init__(self, *, max_payload: int = MAX_PUBLIC_BYTES) -> None:
         self.max_payload = max_payload
         self.num_wires = 0
+        self.away_s = 0.0
         self._root = _Node()
         self._turns: dict[str, int] = {}
         # Listeners must not inherit the publisher's trace context.
@@ -142,6 +143,11 @@ class MemoryWire:
     def max_payload(self) -> int:
         """The largest body plus headers, in bytes."""
         return self._broker.max_payload
+
+    @property
+    def away_s(self) -> float:
+        """See `Wire.away_s`: 0, unless whoever made the broker says otherwise."""
+        return self._broker.away_s
 
     async def publish(
         self, subject: str, body: bytes, *, reply: str = "", headers: Mapping[str, str] | None = None

@@ -29,13 +29,13 @@ from bus import subjects
 from bus.actor import Envelope, Handler
 from bus.bulk import Bulk
 from bus.bus import Bus, BusError, Delivery, fail
-from bus.entrypoints import cancel_at, offered, place
+from bus.entrypoints import ask_after, cancel_at, offered, place
 from bus.fetches import Fetches
 from bus.images import AnyVision
 from bus.limits import AnyQuota
 from bus.metrics import record_request
 from bus.public import PublicActor
-from bus.subjects import CANCEL, EXITED, LOAD, RESEND, STREAM, Address, Subject
+from bus.subjects import CANCEL, EXITED, LOAD, STREAM, Address, Subject
 from bus.writer import StreamWriter
 from schemas.api import Answer, Call, Probe, Probed, Protocol
 from schemas.failure import Code, Failure
@@ -49,7 +49,6 @@ from schemas.vision import ImageResolved
 INLINE_BODY_BYTES = 8 * 1024
 """Larger bodies are encoded in a thread: 64 KiB take about 30 ms (the library lets go of the interpreter lock)."""
 
-ASK_TIMEOUT_S = 5.0
 WATCH_S = 1.0
 STOP_S = 0.5
 
@@ -316,7 +315,7 @@ class Recipe(PublicActor):
 
     async def _on_exited(self, exited: ProcessExited, envelope: Envelope) -> None:
         self._vision.on_exited(exited)
-        for shard in exited.ids(Role.ENTRYPOINT):
+        for shard in self._shards.ended(exited):
             self._lose_shard(shard)
         for gateway in exited.ids(Role.GATEWAY):
             self._lose_gateway(gateway)
@@ -341,9 +340,10 @@ class Recipe(PublicActor):
     async def _resend(self, shard: str, requests: list[OpenRequest], resend: Resend) -> None:
         """Ask a shard for what was missed of these requests; find out whether it is there, and knows them."""
         try:
-            self._apply(await self.bus.ask(RESEND.at(shard), resend, timeout_s=ASK_TIMEOUT_S))
-            self._shards.answered(shard)
-            self.wake()
+            if (emitted := await ask_after(self.bus, shard, resend)) is not None:
+                self._apply(emitted)
+                self._shards.answered(shard)
+                self.wake()
         except BusError as error:
             if self._shards.was_silent(shard) or error.code is Code.NO_RESPONDERS:
                 self._lose_shard(shard)

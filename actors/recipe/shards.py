@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Collection
 
 from actors.rules.owner import Members, choose
+from schemas.liveness import ProcessExited
+from schemas.message import Role
 from schemas.routing import LoadReported
 
 MAX_STRIKES = 3
@@ -21,18 +23,25 @@ class Shards:
     def __init__(self) -> None:
         self._members = Members()
         self._strikes: Counter[str] = Counter()
+        self._pids: dict[str, int] = {}
 
     def saw(self, report: LoadReported, now_s: float) -> bool:
         """Note a report. True if the shard is new, or has restarted since."""
         if not report.is_accepting:
             self.forget(report.id)
             return False
+        self._pids[report.id] = report.pid
         return self._members.saw(report.id, report.incarnation, now_s)
 
     def forget(self, shard: str) -> None:
         """It takes no more requests, or is gone. Idempotent."""
         self._members.forget(shard)
         self._strikes.pop(shard, None)
+
+    def ended(self, exited: ProcessExited) -> list[str]:
+        """The shards that ended with a process. Word of it may be late: who has reported from another one since is not
+        meant."""
+        return [id for id in exited.ids(Role.ENTRYPOINT) if self._pids.get(id, exited.pid) == exited.pid]
 
     def alive(self, now_s: float) -> list[str]:
         """Those heard of lately."""

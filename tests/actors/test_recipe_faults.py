@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
 from actors.recipe import requests
 from actors.recipe.card import ModelCard
+from bus.bus import Delivery
+from bus.memory import MemoryBroker, MemoryWire
 from bus.subjects import EXITED, LOAD, RECIPE_TOKENS
 from schemas.failure import Code, Failure
 from schemas.liveness import ProcessExited
 from schemas.message import Role
 from schemas.request import CancelReason, Failed, Finished, FinishReason, TokensEmitted
 from schemas.routing import LoadReported
-from tests.actors.edge import CHAT, STOP, STREAM, FakeEntrypoint, content, silent, submitted
+from tests.actors.edge import CHAT, STOP, STREAM, FakeEntrypoint, content, edge, silent, submitted
 from tests.conftest import Run
 
 
@@ -107,6 +110,62 @@ def test_a_shard_that_forgot(run_async: Run, card: ModelCard) -> None:
     run_async(main())
 
 
+def test_word_of_the_end_of_an_earlier_process_of_a_shard_ends_nothing(run_async: Run, card: ModelCard) -> None:
+    async def main() -> None:
+        async with silent(card) as system:
+            client = await system.client()
+            await client.send(CHAT, STREAM)
+            [id] = await submitted(system.entrypoint)
+            exited = ProcessExited(name="front", pid=system.gateway.bus.seams.pid + 1, members=["entrypoint/e0"])
+            await system.gateway.bus.tell(EXITED.all(), exited)
+            await system.entrypoint.emit(id, system.entrypoint.answer, STOP)
+            assert content(await client.all()) == "Hello there!"
+
+    run_async(main())
+
+
+class Losing(MemoryBroker):
+    """Loses the first five questions; the broker may say that it was away meanwhile."""
+
+    def __init__(self, *, is_away: bool) -> None:
+        super().__init__()
+        self._is_away, self.num_lost = is_away, 0
+
+    def publish(self, source: MemoryWire, delivery: Delivery) -> None:
+        if delivery.subject.endswith(".resend") and self.num_lost < 5:
+            self.num_lost += 1
+            self.away_s += 0.001 * self._is_away
+            return
+        super().publish(source, delivery)
+
+
+@pytest.mark.parametrize("is_away", [True, False])
+def test_a_shard_that_is_silent_is_lost_but_not_while_the_broker_is_away(
+    run_async: Run, card: ModelCard, monkeypatch: pytest.MonkeyPatch, is_away: bool
+) -> None:
+    monkeypatch.setattr(requests, "SILENCE_S", 0.02)
+    monkeypatch.setattr("bus.entrypoints.ASK_TIMEOUT_S", 0.02)
+    monkeypatch.setattr("actors.recipe.actor.WATCH_S", 0.02)
+
+    async def main() -> None:
+        broker = Losing(is_away=is_away)
+        async with edge(card, broker=broker) as system:
+            system.entrypoint.is_silent = True
+            client = await system.client()
+            await client.send(CHAT, STREAM)
+            [id] = await submitted(system.entrypoint)
+            if is_away:
+                async with asyncio.timeout(10):
+                    while broker.num_lost < 5:
+                        await asyncio.sleep(0.01)
+                await system.entrypoint.emit(id, system.entrypoint.answer, STOP)
+                assert content(await client.all()) == "Hello there!"
+            else:
+                assert (await client.all())[-1]["error"]["code"] == "worker_lost"
+
+    run_async(main())
+
+
 @pytest.mark.parametrize("has_begun", [True, False])
 def test_a_shard_that_died(run_async: Run, card: ModelCard, has_begun: bool) -> None:
     async def main() -> None:
@@ -119,7 +178,7 @@ def test_a_shard_that_died(run_async: Run, card: ModelCard, has_begun: bool) -> 
                 await client.next()
             await system.kill("e")
             bus = system.gateway.bus
-            exited = ProcessExited(name="front", pid=1, members=["entrypoint/e0"])
+            exited = ProcessExited(name="front", pid=bus.seams.pid, members=["entrypoint/e0"])
             await bus.tell(EXITED.all(), exited)
             assert (await client.all())[-1]["error"]["code"] == "worker_lost"
             await client.send(CHAT, STREAM)

@@ -93,6 +93,7 @@ def test_it_comes_back_with_the_server_and_hears_again(
         heard: list[bytes] = []
         unsubscribe = await listener.subscribe("again.x", lambda d: heard.append(d.body))
         await listener.flush()
+        assert source.away_s == 0.0
         await server.stop()
         async with asyncio.timeout(10):
             while source._client.is_connected or listener._client.is_connected:
@@ -115,7 +116,13 @@ def test_it_comes_back_with_the_server_and_hears_again(
         await source.subscribe(f"{source.inbox}.m.*", lambda d: missing.append(d.subject) if d.is_missing else None)
         await source.publish("again.nobody", b"", reply=f"{source.inbox}.m.soon")
         await source.flush()
-        source._client.settled_s = 0.0  # as if the time to settle had passed
+        away_s = source.away_s
+        await asyncio.sleep(0.02)
+        assert 0 < away_s < source.away_s, "others may still be"
+        source._client.settled_s = asyncio.get_running_loop().time()  # as if the time to settle had passed
+        away_s = source.away_s
+        await asyncio.sleep(0.02)
+        assert source.away_s == away_s
         await source.publish("again.nobody", b"", reply=f"{source.inbox}.m.later")
         await source.flush()
         assert missing == [f"{source.inbox}.m.later"], "right after a reconnect others may still be on their way"
