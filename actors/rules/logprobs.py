@@ -41,9 +41,8 @@ def num_likeliest(logprobs: TokenLogprobs) -> int:
 class KeptLogprobs:
     """What was said of a request's latest tokens, packed. `first`: the index of the oldest one in its output."""
 
-    def __init__(self, most: int = KEPT_TOKENS) -> None:
+    def __init__(self) -> None:
         self.first = 0
-        self._most = most
         self._num_top = 0
         self._sampled, self._top_tokens, self._top = array("d"), array("I"), array("d")
 
@@ -59,8 +58,8 @@ class KeptLogprobs:
         self._sampled.extend(logprobs.sampled)
         self._top_tokens.extend(logprobs.top_tokens)
         self._top.extend(logprobs.top)
-        if len(self._sampled) > self._most:
-            num_old = len(self._sampled) - self._most // 2
+        if len(self._sampled) > KEPT_TOKENS:
+            num_old = len(self._sampled) - KEPT_TOKENS // 2
             self.first += num_old
             del self._sampled[:num_old]
             del self._top_tokens[: num_old * self._num_top]

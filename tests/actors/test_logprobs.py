@@ -40,10 +40,11 @@ def some(start: int, stop: int, num_top: int) -> TokenLogprobs:
 
 
 @pytest.mark.parametrize("num_top", [0, 1, 20])
-def test_a_part_is_of_its_tokens(num_top: int) -> None:
+def test_a_part_is_of_its_tokens(num_top: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.rules.logprobs.KEPT_TOKENS", 8)
     assert cut(some(0, 9, num_top), 3, 7) == some(3, 7, num_top)
     assert cut(some(0, 9, num_top), 9, 9) == TokenLogprobs(sampled=[])
-    kept = KeptLogprobs(most=8)
+    kept = KeptLogprobs()
     for start in (4, 6, 7, 11):
         kept.add(start, some(start, start + 4 if start == 7 else start + 1 + (start == 4), num_top))
     assert (kept.first, kept.get(4, 12)) == (4, some(4, 12, num_top))
@@ -82,8 +83,9 @@ def test_the_largest_numbers_fit_the_size_contract() -> None:
     assert len(messages) > 1 and all(len(msgspec.msgpack.encode(message)) <= MAX_BYTES for message in messages)
 
 
-def test_they_are_given_again_as_far_as_they_fit_and_are_kept() -> None:
-    kept = KeptLogprobs(most=800)
+def test_they_are_given_again_as_far_as_they_fit_and_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.rules.logprobs.KEPT_TOKENS", 800)
+    kept = KeptLogprobs()
     kept.add(0, some(0, 600, 20))
     held = Held(4, range(600), STOP, kept)
     asked = Resend(request_ids=["a"], first_indexes=[10], epochs=[1])
