@@ -201,9 +201,34 @@ def test_without_anyone_to_take_them_they_are_given_back_and_wait() -> None:
             await decode(system).leave(0.2)
             assert asyncio.get_running_loop().time() - began_s < 0.2 + MOVING_S
             assert fates(system) == {"GIVEN_BACK": 4} and len(decode(system).slots) == 0
+            system.kill("decode/d0")  # nobody misses it: all was said
             await system.with_decode("d1", SLOW)
             assert await asyncio.gather(*running) == [(expected[one.request_id], LENGTH) for one in requests]
+            detail = system.entrypoint.shard.detail()
+            assert detail["rebuilt"] == 4 and detail["lost"] == 0
             assert await quiet(system) == {}
+
+    run_virtual(main())
+
+
+def test_it_is_not_moved_before_its_entrypoint_has_all_of_its_output() -> None:
+    """What is lost on the way is asked for, as long as somebody has it."""
+    broker = Lossy()
+
+    async def main() -> None:
+        request = submit("r1", 50, 150)
+        expected = await undisturbed(request)
+        async with core(1, 1, SLOW, broker) as system:
+            running = asyncio.create_task(system.finish(request))
+            await has_output(system, 20)
+            await system.with_decode("d1", SLOW)
+            now_s = asyncio.get_running_loop().time
+            found_s = now_s() + 0.5  # until then, that of its last step
+            broker.is_lost = lambda verb, delivery: verb == "tokens" and now_s() < found_s
+            await decode(system).leave(0.0)
+            assert fates(system) == {"MOVED": 1}
+            assert await running == (expected["r1"], LENGTH)
+            assert system.entrypoint.shard.detail()["rebuilt"] == 0
 
     run_virtual(main())
 
@@ -298,6 +323,27 @@ def test_a_cancel_on_the_way_frees_both_sides(wait_s: float) -> None:
             await leaving
             assert await quiet(system, 1.0) == {}
             assert system.listener.ends["r1"] == Cancelled() and fates(system).keys() <= {"MOVED", "ENDED"}
+
+    run_virtual(main())
+
+
+def test_a_cancel_does_not_wait_for_whom_it_is_offered_to() -> None:
+    async def main() -> None:
+        async with core(1, 1, SLOW) as system:
+            await system.send(submit("r1", 50, 500))
+            await has_output(system, 20)
+            await system.with_decode("d1", StepCost(step_ns=5_000_000_000))
+            decode(system).is_draining = True
+            await decode(system).report_load()  # so that the next one goes to the other
+            await system.send(submit("other", 50, 500))
+            await until(lambda: bool(decode(system, "d1").slots.running()))
+            leaving = asyncio.create_task(decode(system).leave(0.0))
+            await until(lambda: len(decode(system, "d1").slots) == 2)
+            await system.cancel("r1")
+            await asyncio.sleep(0.1)
+            assert fates(system) == {"ENDED": 1} and not len(decode(system).slots)
+            await leaving
+            await system.cancel("other")
 
     run_virtual(main())
 

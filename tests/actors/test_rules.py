@@ -136,6 +136,17 @@ class TestResend:
         assert message.counts == [MAX_TOKENS, 0] and message.ends == []
 
 
+def test_an_outbox_is_idle_when_all_was_taken_or_will_never_be() -> None:
+    outbox = Outbox("s")
+    assert outbox.is_idle(0.0)
+    outbox.add("d", "r", 1, 0, [5])
+    assert not outbox.is_idle(0.0)
+    outbox.take(0.0)
+    assert not outbox.is_idle(1.0) and outbox.is_idle(2.1)
+    outbox.taken("d", 2.2)
+    assert outbox.is_idle(2.2)
+
+
 class TestWindow:
     def test_shuts_at_the_limit_and_opens_with_a_receipt(self) -> None:
         window = Window()
