@@ -23,7 +23,7 @@ from schemas.failure import Code
 
 KEPT = 128
 KEPT_BYTES = 256 * 1024
-"""So many grammars are kept, unless what asks for them is longer."""
+"""So many grammars are kept, those that were lately asked for, unless what asks for them is longer."""
 
 SPELLINGS = ("</think>", "｜DSML｜")
 """Of the control tokens that the official library looks for in text."""
@@ -129,7 +129,7 @@ class Grammars:
         """The grammar of what is asked for, tried. Raises Refusal naming the field that cannot be had."""
         if asked.is_anything:
             return Grammar("")
-        found = self._found.get(asked)
+        found = self._found.pop(asked, None)
         if found is None:
             try:
                 found = self._try(asked)
@@ -137,10 +137,10 @@ class Grammars:
                 if refusal.failure.code is Code.OVERLOADED:
                     raise
                 found = refusal
-            if asked.num_bytes <= KEPT_BYTES:
-                self._found[asked] = found
-            while len(self._found) > KEPT:
-                self._found.popitem(last=False)
+        if asked.num_bytes <= KEPT_BYTES:
+            self._found[asked] = found  # the latest
+        while len(self._found) > KEPT:
+            self._found.popitem(last=False)
         if isinstance(found, Refusal):
             raise Refusal(found.failure.code, found.failure.message, found.failure.field)
         return found
