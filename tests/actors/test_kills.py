@@ -1,0 +1,91 @@
+"""Each of those below the recipe is killed amid streams, and comes back: all end as they would have, nothing is left.
+
+Of the others: test_recipe_faults.py (a shard), test_recipe_actor.py (a gateway), test_gateway_trouble.py (a recipe),
+test_image_faults.py (vision), test_quota_actor.py (quota).
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from bus.subjects import EXITED
+from run.virtual import run_virtual
+from schemas.liveness import ProcessExited
+from schemas.request import Finished, FinishReason, Submit
+from tests.actors.cached import Cached, ask, cached, prompt
+from tests.actors.core import core, quiet
+
+LENGTH = Finished(reason=FinishReason.LENGTH)
+NUM = 4
+BOUND_S = 60.0
+
+
+async def kill(system: Cached, name: str, *, is_told: bool) -> None:
+    """As its supervisor sees it: killed, told of or not, and started anew a little later."""
+    role, _, id = name.partition("/")
+    pid = system.pids[name]
+    system.kill(name)
+    if is_told:
+        await system.listener.bus.tell(EXITED.all(), ProcessExited(name="x", pid=pid, members=[name]))
+    await asyncio.sleep(0.5)
+    if role == "entrypoint":
+        await system.add_entrypoint(id)
+    elif role.endswith("balancer"):
+        actor = type(system.actors[name])
+        await system.add(actor(id, await system.bus(name)))
+    else:
+        await system.restart(name)
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    """The answers of a system where nothing happens."""
+
+    async def main() -> list[list[int]]:
+        async with core(0, 0) as alone:
+            await alone.with_prefill("p", max_tokens=20_000)
+            await alone.with_decode("d", max_tokens=20_000)
+            return [(await alone.finish(one))[0] for one in asked("r")]
+
+    return run_virtual(main())
+
+
+def asked(name: str) -> list[Submit]:
+    return [ask(f"{name}{i}", prompt(400 + 200 * i, i), 200) for i in range(NUM)]
+
+
+@pytest.mark.parametrize(("at_s", "is_told"), [(0.003, False), (0.06, True)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("prefill/p0", "decode/d0", "prefill-balancer/pb0", "decode-balancer/db0"),
+        *("metadata/m0", "kvstore/k0", "writer/w0", "entrypoint/e0"),
+    ],
+)
+def test_all_end_within_the_bound_and_nothing_is_left(
+    name: str, at_s: float, is_told: bool, expected: list[list[int]]
+) -> None:
+    async def main() -> None:
+        wanted = asked("r")
+        async with cached() as system:
+            for one in wanted:
+                await system.send(one)
+            await asyncio.sleep(at_s)
+            assert system.entrypoint.shard.num_live == NUM
+            await kill(system, name, is_told=is_told)
+            if name.startswith("entrypoint"):  # its recipes end what it had
+                assert await quiet(system, BOUND_S) == {}
+                wanted = asked("again")
+                for one in wanted:
+                    await system.send(one)
+            async with asyncio.timeout(BOUND_S):
+                await asyncio.gather(*(system.listener.over(one.request_id).wait() for one in wanted))
+            assert [system.listener.ends[one.request_id] for one in wanted] == [LENGTH] * NUM
+            assert [system.listener.tokens[one.request_id] for one in wanted] == expected
+            assert await quiet(system, BOUND_S) == {}
+
+    run_virtual(main())
+
+
