@@ -1,12 +1,14 @@
 """Bugs to be planted in the actors: each is to break a rule that the fault simulator holds them to.
 
-How many seeds it takes to find each: `python -m tests.run.planted`.
+`python -m tests.run.planted` says how many seeds it takes to find each, and writes the least script that does.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +22,8 @@ from bus.shelf import Shelf
 from bus.subjects import RELEASE_DECODE, RELEASE_PREFILL
 from run.simulate.chaos.chance import script
 from run.simulate.chaos.history import run
+from run.simulate.chaos.script import Script, text
+from run.simulate.chaos.shrink import shrink
 
 MOST = 1000
 """Seeds in which each is to be found."""
@@ -89,11 +93,6 @@ def decode_cancels_any(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Slots, "cancel", lambda self, id, epoch=0: cancel(self, id))
 
 
-def prefill_cancels_any(patch: pytest.MonkeyPatch) -> None:
-    """The same in prefill."""
-    patch.setattr("actors.prefill.jobs.is_meant", lambda cancel, dispatch: True)
-
-
 PLANTS: dict[str, Plant] = {
     "no de-duplication": no_deduplication,
     "decode skips a release": _skipped_release("decode/", RELEASE_DECODE),
@@ -104,21 +103,33 @@ PLANTS: dict[str, Plant] = {
     "tokens of any epoch count": any_tokens_count,
     "any claim wins": any_claim_wins,
     "decode cancels any epoch": decode_cancels_any,
-    "prefill cancels any epoch": prefill_cancels_any,
 }
 
 
-def first_seed(plant: Plant, first: int = 0, most: int = MOST) -> tuple[int, str]:
-    """The first seed from `first` on that finds it, and what rule it breaks; -1 when none of `most` does."""
+def path_of(name: str) -> Path:
+    """Where a script is that finds it."""
+    return Path(f"tests/data/chaos/planted/{name.replace(' ', '-')}.json")
+
+
+def first_seed(plant: Plant) -> tuple[int, Script] | None:
+    """The first of MOST seeds that finds it, and the least script that does; None when none of them does."""
     with pytest.MonkeyPatch.context() as patch:
         plant(patch)
-        for seed in range(first, first + most):
+        for seed in range(MOST):
             if (found := run(script(seed)).violation) is not None:
-                return seed, f"{found.kind}: {found.text}"
-    return -1, ""
+                return seed, shrink(script(seed), partial(_breaks, found.kind))
+    return None
+
+
+def _breaks(kind: str, some: Script) -> bool:
+    found = run(some).violation
+    return found is not None and found.kind == kind
 
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or PLANTS:
-        sys.stdout.write(" | ".join([name, *map(str, first_seed(PLANTS[name]))]) + "\n")
+        found = first_seed(PLANTS[name])
+        if found is not None:
+            path_of(name).write_text(text(found[1]))
+        sys.stdout.write(f"{name}: {'not found' if found is None else f'seed {found[0]}'}\n")
         sys.stdout.flush()

@@ -14,6 +14,7 @@ from run.simulate.chaos.script import (
     Fault,
     Kill,
     Messages,
+    Replace,
     Restart,
     Script,
     Shape,
@@ -144,6 +145,11 @@ def _stand(draw: random.Random, shape: Shape, at_s: float) -> Fault:
     return Stand(at_s=at_s, for_s=for_s, name=_any(draw, shape), is_watched=draw.random() < 0.6)
 
 
+def _replace(draw: random.Random, shape: Shape, at_s: float) -> Fault:
+    name = draw.choice(_names(shape, "decode", "prefill"))
+    return Replace(at_s=at_s, for_s=_length(draw, 6.0, 15.0, 30.0), name=name, more_s=_length(draw, 0.5, 5.0))
+
+
 def _slow(draw: random.Random, shape: Shape, at_s: float) -> Fault:
     name = draw.choice(_names(shape, "decode", "prefill"))
     return Slow(at_s=at_s, for_s=_length(draw, 2.0, 10.0), name=name, factor=draw.choice([3.0, 10.0, 50.0]))
@@ -168,6 +174,7 @@ _MAKERS: list[tuple[Callable[[random.Random, Shape, float], Fault], int]] = [
     (_apart, 2),
     (_kill, 4),
     (_stand, 3),
+    (_replace, 1),
     (_slow, 1),
     (_disk, 2),
     (_restart, 1),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from run.simulate.chaos.clients import Call
-from run.simulate.chaos.script import Apart, Fault, Kill, Messages, Restart, Script, Slow, Stand
+from run.simulate.chaos.script import Apart, Fault, Kill, Messages, Replace, Restart, Script, Slow, Stand
 from schemas.failure import Code
 from schemas.request import Failed
 
@@ -42,4 +42,6 @@ def weight(fault: Fault) -> int:
             return ENOUGH
         case Slow():
             return 1
+        case Replace():  # what is sent there meanwhile is heard by both, and what one of them has is lost
+            return 2
     return 0

@@ -86,6 +86,15 @@ class Stand(Event, frozen=True):
     is_watched: bool = True
 
 
+class Replace(Event, frozen=True):
+    """A replica stands still, and another is started in its place, of the same name, as if its machine were out of
+    reach. After `for_s` the first goes on, as if nothing had been; `more_s` later it ends without a word."""
+
+    for_s: float
+    name: str
+    more_s: float
+
+
 class Slow(Event, frozen=True):
     """For `for_s` an engine takes `factor` times as long."""
 
@@ -111,7 +120,7 @@ class Restart(Event, frozen=True):
     seed: int
 
 
-Fault = Messages | Apart | Kill | Stand | Slow | Disk | Restart
+Fault = Messages | Apart | Kill | Stand | Replace | Slow | Disk | Restart
 
 
 class Script(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -130,6 +139,8 @@ class Script(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def length_s(fault: Fault) -> float:
     """How long it lasts."""
+    if isinstance(fault, Replace):
+        return fault.for_s + fault.more_s
     return fault.back_s if isinstance(fault, Kill) else getattr(fault, "for_s", 0.0)
 
 

@@ -6,8 +6,8 @@ import asyncio
 import contextvars
 import errno
 import random
-from collections.abc import Callable
-from typing import cast
+from collections.abc import Callable, Coroutine
+from typing import Any, cast
 
 from actors.balancers.actor import DecodeBalancer, PrefillBalancer
 from actors.rules.slab import Slab
@@ -19,7 +19,7 @@ from bus.memory_files import MemoryFolder
 from bus.subjects import EXITED
 from run.simulate.chaos.broker import ChaosBroker, ChaosBulk, ChaosWire, Hears
 from run.simulate.chaos.loop import OWNER, StandingLoop
-from run.simulate.chaos.script import Apart, Disk, Fault, Kill, Messages, Restart, Script, Slow, Stand
+from run.simulate.chaos.script import Apart, Disk, Fault, Kill, Messages, Replace, Restart, Script, Slow, Stand
 from run.simulate.chaos.truth import DECODE_COST, PREFILL_COST, ChaosEngine
 from run.simulator import World
 from run.watch import NUM_MISSED, ROUND_S
@@ -136,6 +136,8 @@ class ChaosWorld(World):
                 self._kill(name, fault.back_s, fault.is_told)
             case Stand() if self.is_alive(fault.name):
                 self._stand(fault)
+            case Replace() if self.is_alive(fault.name) and not self.wire(fault.name).num_still:
+                self._replace(fault)
             case Slow(name=name, factor=factor) if self.is_alive(name):
                 engine = self.engines[name]
                 engine.slow(factor)
@@ -153,20 +155,27 @@ class ChaosWorld(World):
         self.killed.append(name)
         self._loop.go_on(self.wire(name))  # so that it can end
         self.kill(name)
-        task = asyncio.create_task(self._start_again(name, back_s, is_told))
+        self._start_later(name, self._ended(self.tasks.pop(name), name, is_told), back_s)
+
+    def _start_later(self, name: str, ending: Coroutine[Any, Any, None], back_s: float) -> None:
+        task = asyncio.create_task(self._start_again(name, ending, back_s))
         self._restarts[task] = None
         task.add_done_callback(lambda done: self._restarts.pop(done))
 
-    async def _start_again(self, name: str, back_s: float, is_told: bool) -> None:
+    async def _start_again(self, name: str, ending: Coroutine[Any, Any, None], back_s: float) -> None:
         """What a supervisor does about an actor that has ended."""
-        await asyncio.wait([self.tasks.pop(name)])
+        await ending
+        await asyncio.sleep(back_s)
+        await self.chaos.is_up.wait()  # no process starts without a broker
+        await self.begin(name)
+
+    async def _ended(self, task: asyncio.Task[None], name: str, is_told: bool) -> None:
+        """Its process has, which others are told."""
+        await asyncio.wait([task])
         await asyncio.sleep(TOLD_S)
         if is_told:
             assert self._supervisor is not None
             await self._supervisor.tell(EXITED.all(), ProcessExited(name=name, pid=self.pids[name], members=[name]))
-        await asyncio.sleep(back_s)
-        await self.chaos.is_up.wait()  # no process starts without a broker
-        await self.begin(name)
 
     def _stand(self, fault: Stand) -> None:
         wire = self.wire(fault.name)
@@ -181,6 +190,26 @@ class ChaosWorld(World):
         if self.wires[name] is wire and self.is_alive(name):
             wire.num_still = 0
             self._kill(name, 0.1, True)
+
+    def _replace(self, fault: Replace) -> None:
+        name = fault.name
+        wire, bulk, files = self.wire(name), self.bulks[name], self.files.get(name)
+        task = self.tasks.pop(name)
+        self.killed.append(name)
+        wire.num_still += 1
+        self._loop.stand(wire)
+
+        def end() -> None:
+            wire.cut()
+            bulk.cut()
+            if files is not None:
+                files.cut()
+            self._loop.go_on(wire)
+            task.cancel()
+
+        self._start_later(name, asyncio.sleep(0), PATIENCE_S)
+        self._later(fault.for_s, self._go_on, wire)
+        self._later(fault.for_s + fault.more_s, end)
 
     def _go_on(self, wire: ChaosWire) -> None:
         wire.num_still = max(0, wire.num_still - 1)
