@@ -10,6 +10,7 @@ import asyncio
 import json as json_module
 import random
 import statistics
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -23,12 +24,14 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from kernels.config import ConfigError
 from kernels.engine import Admission, Chunk, Sampling, Tokens
 from kernels.local import LocalEngine
 from kernels.schedule import Mode
+from kernels.shards import CheckpointError
 from run.evaluate.prompts import render
 from run.evaluate.questions import sampled
-from run.settings import Settings
+from run.settings import Settings, SettingsError
 
 Text = Literal["trained", "mixed", "random"]
 
@@ -63,12 +66,17 @@ def bench_decode(
         "trained": questions of the bundled model's tasks, greedily, which drafts foresee well; "random": random tokens
         at temperature 1, which they do not; "mixed": the one and the other in turn.
     seconds
-        Of steps, for each mode and batch.
+        Of steps, for each mode and batch; what comes before, and the first dozen steps, takes its own time.
     """
+    if not 0 < seconds <= 3600:
+        raise SettingsError(f"--seconds {seconds}: give a number above 0, and at most 3600")
     folder = model or Settings.from_environment().model
     with Progress(disable=json, transient=True) as progress:
         task = progress.add_task("decode", total=1.0)
-        found = asyncio.run(measure(folder, text, seconds, lambda done: progress.update(task, completed=done)))
+        try:
+            found = asyncio.run(measure(folder, text, seconds, lambda done: progress.update(task, completed=done)))
+        except (ConfigError, CheckpointError) as error:
+            raise SettingsError(str(error)) from None
     if json:
         print(json_module.dumps(found))
     else:
@@ -208,4 +216,4 @@ def _print(found: dict[str, dict[str, dict[str, float]]], text: str) -> None:
                 f"{one['verified_per_token']:.2f}",
                 f"{one['step_ms']:.1f}",
             )
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else 120).print(table)

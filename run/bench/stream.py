@@ -21,7 +21,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from run.client import GatewayClient, GatewayError
-from run.settings import Settings
+from run.settings import Settings, SettingsError
 
 RATES = (0.5, 1.0, 2.0, 4.0)
 SECONDS = 20.0
@@ -69,9 +69,9 @@ def bench_stream(
     json
         Print one JSON object instead of a table: {rate: figures}.
     """
-    if min(rate, default=0.0) <= 0 or seconds <= 0:
-        print("shoal: --rate and --seconds must be above 0", file=sys.stderr)
-        return 2
+    if not all(0 < one < 1e4 for one in (*rate, seconds)) or num_tokens < 1:
+        given = f"--rate {' '.join(map(str, rate))} --seconds {seconds} --num-tokens {num_tokens}"
+        raise SettingsError(f"{given}: give numbers above 0, and at most 10,000")
     client = GatewayClient(Settings.from_environment(), url, key)
     try:
         ask = asker(client, client.first_model(), num_tokens)
@@ -175,4 +175,4 @@ def _print(found: dict[str, dict[str, Any]]) -> None:
         times = [f"{value:.1f}" for name in ("ttft_ms", "tpot_ms", "gap_ms") for value in one[name].values()]
         counts = (str(one["num_requests"]), str(one["num_failed"]), f"{one['tok_s']:,.0f}")
         table.add_row(rate, *counts, f"{one['tokens_per_event']:.2f}", *times)
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else 150).print(table)
