@@ -306,7 +306,7 @@ class Stand(World):
             "offers": self.bulks["prefill/p0"].num_offers - len(prefill.keeper.snapshots),
             "blocks": prefill.keeper._store.num_bytes,
             "owners": len(prefill.keeper._store._requests),
-            "tasks": len(prefill._tasks) - 3,  # the steps, the reports, the heartbeat
+            "tasks": len(prefill._tasks) - 4,  # the steps, whether they come on, the reports, the heartbeat
         }
         return {name: number for name, number in held.items() if number}
 
