@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import openai
 import pytest
 
+from run.cluster import Member
+from run.drain import drain_actor
+from schemas.message import Role
 from tests.stack.conftest import System, until
 from tests.stack.test_chaos import MODEL, internal_url
 
@@ -25,13 +26,8 @@ actors = ["decode/d0"]
 threads = 1
 
 [[process]]
-name = "decode-1"
-actors = ["decode/d1"]
-threads = 1
-
-[[process]]
-name = "prefill"
-actors = ["prefill/p0"]
+name = "others"
+actors = ["decode/d1", "prefill/p0"]
 threads = 1
 
 [[process]]
@@ -64,17 +60,18 @@ class Stream:
         return self.text
 
 
-def test_a_decode_process_that_leaves_has_the_other_one_go_on(tmp_path: Path) -> None:
+def test_a_decode_process_that_leaves_has_the_other_one_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """By a signal, and by command; it comes back each time."""
     (tmp_path / "cluster.toml").write_text(CLUSTER)
     system = System(tmp_path, {"SHOAL_GRACE_S": "0.1", "SHOAL_LOG_LEVEL": "INFO"}, cluster=tmp_path / "cluster.toml")
-    told = [sys.executable, "-m", "run.cli", "drain", "decode/d1", "--grace", "0.1"]
 
     async def main() -> None:
         async with openai.AsyncOpenAI(base_url=f"{system.http}/v1", api_key="none", max_retries=0, timeout=60) as ai:
 
             def begin() -> list[Stream]:
-                return [Stream(ai, seed, 120) for seed in range(4)]
+                return [Stream(ai, seed, 100) for seed in range(4)]
 
             async def begun(streams: list[Stream]) -> None:
                 await until(lambda: all(len(stream.times_s) > 3 for stream in streams))
@@ -90,10 +87,11 @@ def test_a_decode_process_that_leaves_has_the_other_one_go_on(tmp_path: Path) ->
             assert " is moved, at output token " in (system.folder / "home" / "logs" / "decode-0.log").read_text()
             streams = begin()
             await begun(streams)
-            environment = {**os.environ, "SHOAL_NATS_URL": internal_url(system)}
-            done = await asyncio.to_thread(subprocess.run, told, env=environment, capture_output=True, text=True)
+            asked = Member(Role.DECODE, "d1"), internal_url(system), 0.1
+            assert await asyncio.to_thread(drain_actor, *asked) == 0
             assert await asyncio.gather(*(stream.task for stream in streams)) == expected
-            assert done.returncode == 0 and "decode/d1: 0 left" in done.stdout.splitlines()[-1], done
+            last = capsys.readouterr().out.splitlines()[-1]
+            assert last.startswith("decode/d1: 0 left, ") and " 0 moved" not in last, last
 
     try:
         asyncio.run(main())
