@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -22,7 +23,7 @@ from bus.subjects import Subject, ping
 from kernels.shards import CheckpointError
 from run.cluster import Member, ProcessSpec
 from run.health import collect_loads, find_silent, on_bus
-from run.node import Node, find_mistake
+from run.node import Node, _main, find_mistake
 from run.settings import Settings, SettingsError
 from schemas.liveness import Ping
 from schemas.message import Role
@@ -202,6 +203,40 @@ def test_a_node_leaves_by_roles_and_its_bus_goes_last(run_async: Run, nats_serve
             life.cancel()
             await asyncio.gather(life, return_exceptions=True)
         assert Busy.log == ["entrypoint drains", "decode drains", "entrypoint stops", "decode stops"]
+
+    run_async(main())
+
+
+class Lasting(Node):
+    """Takes for ever, unless it is ended."""
+
+    def __init__(self) -> None:
+        self.is_leaving = asyncio.Event()
+
+    async def run(self, ready: Callable[[], None]) -> None:
+        ready()
+        await asyncio.Event().wait()
+
+    async def leave(self) -> None:
+        self.is_leaving.set()
+        await asyncio.Event().wait()
+
+
+TERM, INT = signal.SIGTERM, signal.SIGINT
+
+
+@pytest.mark.parametrize("numbers", [[TERM, TERM], [TERM, INT], [INT]])
+def test_a_second_signal_is_quick_and_so_is_an_interrupt(run_async: Run, numbers: list[signal.Signals]) -> None:
+    async def main() -> None:
+        node = Lasting()
+        ending = asyncio.create_task(_main(node))
+        await asyncio.sleep(0)
+        if len(numbers) > 1:
+            os.kill(os.getpid(), numbers[0])
+            await node.is_leaving.wait()
+            assert not ending.done()
+        os.kill(os.getpid(), numbers[-1])
+        assert await ending == 0
 
     run_async(main())
 

@@ -13,6 +13,7 @@ import pytest
 
 from run.cluster import Member
 from run.drain import drain_actor
+from run.health import find_silent, on_bus
 from schemas.message import Role
 from tests.stack.conftest import System, until
 from tests.stack.test_chaos import MODEL, internal_url
@@ -91,6 +92,9 @@ def test_a_decode_process_that_leaves_has_the_other_one_go_on(
             assert await asyncio.to_thread(drain_actor, *asked) == 0
             assert await asyncio.gather(*(stream.task for stream in streams)) == expected
             last = capsys.readouterr().out.splitlines()[-1]
+            async with on_bus(internal_url(system), name="test") as bus:
+                while await find_silent(bus, [asked[0]], timeout_s=5.0):
+                    pass
             assert last.startswith("decode/d1: 0 left, ") and " 0 moved" not in last, last
 
     try:
