@@ -21,7 +21,6 @@ class Images:
         self._encoded: dict[int, ImageEncoded] = {}  # by the start of its span
         self._lost: list[ImageEncoded] = []
         self._pixels = [(image.vision, image.pixels) for image in images]
-        self._is_whole = False
 
     def wanted(self, start: int) -> list[Image]:
         """Those that have still to be encoded to compute from `start` on."""
@@ -38,7 +37,6 @@ class Images:
         """
         left_out = [_end(image) for image in self._images if image.start not in self._encoded]
         assert all(end <= start for end in left_out)
-        self._is_whole = not left_out
         images_from = max(left_out, default=0)  # as far in front as can be: less that is restored may still do
         return images_from, [
             ImageEmbeddings(
@@ -58,11 +56,11 @@ class Images:
     def let_go(self, *, is_computed: bool) -> list[tuple[str, Handle]]:
         """What vision replicas need not hold any more, as (replica, handle), now that prefill has what it was given.
 
-        Pixels, too, when it was given all images, or the prompt `is_computed`, or will not be.
+        Pixels, too, when the prompt `is_computed`, or will not be: until then it may be returned, or prefill be lost.
         """
         held = [(encoded.vision, encoded.embeddings) for encoded in (*self._lost, *self._encoded.values())]
         self._lost, self._encoded = [], {}
-        if is_computed or self._is_whole:
+        if is_computed:
             held += self._pixels
             self._pixels = []
         return held

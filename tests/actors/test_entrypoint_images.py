@@ -65,10 +65,8 @@ def test_whatever_happens_none_is_missing_and_all_is_let_go_once(
         elif event == "taken":
             held = images.let_go(is_computed=False)
             gone.update(handle.key for _, handle in held)
-            assert any("pixels" in handle.key for _, handle in held) <= (images_from == 0)
-            if images_from == 0:
-                break  # it cannot be returned
-            assert len(images.wanted(0)) == len(ends), "it can, and all can be encoded again"
+            assert not any("pixels" in handle.key for _, handle in held)
+            assert len(images.wanted(0)) == len(ends), "prefill may be lost, and all can be encoded again"
     gone.update(handle.key for _, handle in images.let_go(is_computed=True))
     assert gone == Counter([*made, *(f"pixels {end}" for end in ends)])
     assert images.let_go(is_computed=True) == []

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from actors.vision.actor import Vision
 from bus import images as bus_images
 from bus.bus import fail
+from bus.subjects import EXITED
+from kernels.timed import StepCost
 from schemas.bulk import Handle
 from schemas.failure import Code
-from schemas.request import Failed, Finished, FinishReason
+from schemas.liveness import ProcessExited
+from schemas.request import Failed, Finished, FinishReason, Limits
 from schemas.vision import ImageResolved
 from tests.actors.builders import submit
 from tests.actors.core import quiet
@@ -72,6 +77,44 @@ def test_a_replica_killed_at_its_work_is_replaced_by_another(run_async: Run) -> 
             assert eyes.core.listener.tokens["r2"] == calm
             assert len(eyes.encoders[other].encoded) == 1
             assert await quiet(eyes.core) == {}
+
+    run_async(main())
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_a_request_with_images_goes_on_when_its_replica_is_killed(run_async: Run, role: str, is_seen: bool) -> None:
+    """As long as vision holds the pixels, until its prompt is computed, or remembers what it saw. With cached blocks, of
+    which there are none here, it would not have to."""
+
+    async def main() -> None:
+        async with sighted(1) as eyes:
+            system, max_tokens = eyes.core, 8 if role == "prefill" else 200
+            limits = Limits(max_tokens=max_tokens)
+            calm, _ = await system.finish(structs.replace(await eyes.submit(picture()), limits=limits))
+            wanted = await eyes.submit(picture(), request_id="r2")
+            await system.actors["decode/d0"].drain()
+            if role == "decode":
+                await system.with_decode("d1", StepCost(step_ns=5_000_000))
+            await system.send(structs.replace(wanted, limits=limits))
+            await until(lambda: [one.owner and one.owner.role for one in system.entrypoint.shard.live()] == [role])
+            await asyncio.sleep(0.05)
+            if not is_seen:
+                await eyes.kill("v0")
+                await eyes.with_vision("v1")
+            name = "prefill/p0" if role == "prefill" else "decode/d1"
+            system.kill(name)
+            await system.with_prefill("p1")
+            await system.with_decode("d2")
+            exited = ProcessExited(name="x", pid=system.pids[name], members=[name])
+            await system.listener.bus.tell(EXITED.all(), exited)
+            await system.listener.over("r2").wait()
+            end = system.listener.ends["r2"]
+            if is_seen:
+                assert (system.listener.tokens["r2"], end) == (calm, LENGTH)
+            else:
+                assert isinstance(end, Failed) and end.failure.code is Code.VISION_ERROR
+            assert await quiet(system) == {}
 
     run_async(main())
 
