@@ -70,6 +70,15 @@ class Keeper:
         """For a load report: totals since the start."""
         return {"stored_blocks": float(self._store.num_stored), "lost_blocks": float(self._store.num_lost)}
 
+    @property
+    def is_idle(self) -> bool:
+        """All that was to be stored is, or is lost."""
+        return not self._store.num_bytes
+
+    def is_failed(self, owner: str) -> bool:
+        """A block of this request was lost: nobody will find those behind it."""
+        return self._store.is_failed(owner)
+
     def is_of_use(self) -> bool:
         """Whether windows kept now could be found: there is room for them, and a writer for the blocks before them."""
         return self._has_room and self._store.has_writers

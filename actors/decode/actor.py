@@ -135,7 +135,7 @@ class Decode(Actor):
 
     @property
     def is_drained(self) -> bool:
-        return self._leaving.is_gone(len(self.slots)) and self._outbox.is_idle(self.now_s())
+        return self._leaving.is_gone(len(self.slots)) and self._outbox.is_idle(self.now_s()) and self.keeper.is_idle
 
     # Arriving
 
@@ -206,8 +206,7 @@ class Decode(Actor):
 
     def _end(self, request_id: str, epoch: int = 0) -> bool:
         """Nobody wants it any more. False if it is not here, or not held under so early an epoch."""
-        was_running = self.slots.cancel(request_id, epoch)
-        if was_running:
+        if was_running := self.slots.cancel(request_id, epoch):
             self._leaving.cancel(request_id)
         self._on_called()
         return was_running
@@ -226,7 +225,8 @@ class Decode(Actor):
 
     async def _move(self, generation: Generation, state: bytes) -> None:
         """Another replica owns the request, or its entrypoint has it again: in any case it has ended here."""
-        fate = await self._leaving.move(generation.hand_over(), state if generation.end is None else b"")
+        last = generation.hand_over(is_whole=not self.keeper.is_failed(generation.id))
+        fate = await self._leaving.move(last, state if generation.end is None else b"")
         if generation.end is None:
             generation.end = Preempted()
             if fate is not Fate.MOVED:

@@ -137,9 +137,10 @@ class Generation:
         self.tokens.extend(emitted)
         return emitted
 
-    def hand_over(self) -> HandOver:
-        """What goes with its state to who goes on with it; where that is, and whose it becomes, is still the old."""
-        chain = None if self.filling is None else self.filling.chain_end(self.tokens)
+    def hand_over(self, *, is_whole: bool = True) -> HandOver:
+        """What goes with its state to who goes on with it; where that is, and whose it becomes, is still the old.
+        `is_whole`: none of its blocks was lost, so those to come are of use."""
+        chain = self.filling.chain_end(self.tokens) if self.filling is not None and is_whole else None
         moved = {"num_tokens": self.num_tokens, "num_output": self.num_output, "chain": chain}
         return structs.replace(self.offer, epoch=self.epoch, **moved)
 

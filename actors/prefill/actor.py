@@ -117,7 +117,7 @@ class Prefill(Actor):
 
     @property
     def is_drained(self) -> bool:
-        return not len(self.jobs) and not self.loader.returning
+        return not len(self.jobs) and not self.loader.returning and self.keeper.is_idle
 
     async def _see_off(self, grace_s: float) -> None:
         await asyncio.sleep(grace_s)

@@ -142,4 +142,5 @@ def test_wherever_it_is_moved_each_block_is_named_once_by_one_of_both(num_prompt
         offer = generations[1].offer
         assert (offer.num_output, offer.num_tokens, offer.epoch) == (num_before, num_prompt + num_before, 4)
         wanted = list(enumerate(chain(ROOT, whole, images)))
+        assert generations[0].hand_over(is_whole=False).chain is None
         assert keys == wanted[num_prompt // BLOCK_TOKENS : (len(whole) - 1) // BLOCK_TOKENS]
