@@ -1,19 +1,26 @@
 """A grammar tried out before a request is taken on: whether it can be followed, in bounded time and memory.
 
-llguidance bounds itself, but for one thing: how many patterns meet at one string (`{"allOf": [{"pattern": …}, …]}`),
-where time and memory more than double with each of them (1.3 s and 150 MB for 19). So what could be that is tried in a
-process of its own, which may work for 2 s and take 1 GiB.
+llguidance bounds itself, but for how many patterns meet at one string (`{"allOf": [{"pattern": …}, …]}`): with each of
+them time and memory more than double (1.3 s and 150 MB for 19). And it has been seen to crash. So grammars are tried in
+a process beside the recipe, which may work for 2 s and take 1 GiB. One that is its end costs the request that asked, and
+is not tried again; the next one finds a new process.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import functools
+import hashlib
+import os
 import random
 import re
 import resource
 import signal
 import subprocess
 import sys
+import threading
+from multiprocessing.connection import Connection, Pipe
 from typing import NamedTuple
 
 import numpy as np
@@ -40,39 +47,109 @@ TRIAL_S = 2.0
 
 TRIAL_BYTES = 1 << 30
 PATIENCE_S = 15.0
-"""For a process that hardly gets to work."""
+"""For a process that hardly gets to work, and for one's turn."""
 
-MOST_TRIALS = 2
-"""Processes at a time: who tries things out takes neither all threads nor all memory."""
+WAIT_S = 0.25
+"""For one's turn among grammars that may take long: who tries them out does not take all threads."""
 
-_trials: set[object] = set()
+KEPT_LETHAL = 256
+"""So many grammars that were the end of a process are remembered."""
 
 _NUM_STEPS = 256
 _MANY_PATTERNS = 4
 _PATTERNS = re.compile(r'"(?:pattern|format)": *"|"patternProperties"')
 _MEETINGS = re.compile(r'"(?:allOf|anyOf|oneOf|\$ref)"')
 
+_TOO_LONG = "Too complex: its patterns cannot be understood in time"
+_TOO_MUCH = "Too complex: it needs too much memory, or breaks what would understand it"
+
+
+class Trials:
+    """A process that tries one grammar after the other: started when first needed, and again after one that was its
+    end. To be asked from threads. It ends with this process, or with `close`.
+    """
+
+    def __init__(self) -> None:
+        self._turn = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection
+        self._lethal: dict[bytes, str] = {}
+
+    def ask(self, grammar: str, wait_s: float) -> str:
+        """What `walk` says. Raises Refusal (overloaded) if its turn does not come in time, or no answer."""
+        text = grammar.encode()
+        digest = hashlib.sha256(text).digest()
+        if not self._turn.acquire(timeout=wait_s):
+            raise Refusal(Code.OVERLOADED, "too many schemas are being tried here: retry later")
+        try:
+            if digest in self._lethal:
+                return self._lethal[digest]
+            if self._process is None or self._process.poll() is not None:
+                self.close()
+                self._start()
+            with contextlib.suppress(EOFError, OSError):
+                self._connection.send_bytes(text)
+                if self._connection.poll(PATIENCE_S):
+                    return self._connection.recv_bytes().decode()
+                self._kill()
+            wrong = self._lethal[digest] = self._why_ended()
+            while len(self._lethal) > KEPT_LETHAL:
+                del self._lethal[next(iter(self._lethal))]
+            return wrong
+        finally:
+            self._turn.release()
+
+    def close(self) -> None:
+        """End the process, if there is one."""
+        if self._process is not None:
+            self._kill()
+            self._connection.close()
+            self._process.wait()
+            self._process = None
+
+    def _start(self) -> None:
+        self._connection, theirs = Pipe()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(theirs.fileno()), str(TRIAL_S)],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # whose threads would take address space
+            )
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+
+    def _why_ended(self) -> str:
+        """What to say of the grammar that it died of. Raises Refusal if that may be another's doing."""
+        code = self._process.wait() if self._process is not None else 0
+        self.close()
+        if code in (-signal.SIGKILL, -signal.SIGTERM):
+            raise Refusal(Code.OVERLOADED, "a schema could not be tried here in time: retry later")
+        return _TOO_LONG if code == -signal.SIGPROF else _TOO_MUCH
+
+
+_few, _many = Trials(), Trials()
+"""For grammars with few patterns, and for the others, which can take long: those never wait for these."""
+
+
+@atexit.register
+def _close() -> None:
+    for trials in (_few, _many):
+        trials.close()
+
 
 def try_out(grammar: str) -> str:
     """Why this grammar, written with `MARKS`, cannot be followed; empty if it can. Takes milliseconds, seconds at most.
 
-    Raises Refusal when it would need a process, and there are enough of them, or it does not come to its end.
+    Raises Refusal (overloaded) when too many are being tried, or it does not come to its end.
     """
     if len(_PATTERNS.findall(grammar)) < _MANY_PATTERNS or not _MEETINGS.search(grammar):
-        return walk(grammar)
-    if len(_trials) >= MOST_TRIALS:
-        raise Refusal(Code.OVERLOADED, f"{MOST_TRIALS} schemas with many patterns are being tried here: retry later")
-    _trials.add(trial := object())
-    try:
-        command = [sys.executable, "-m", __name__, str(TRIAL_S)]
-        tried = subprocess.run(command, input=grammar.encode(), capture_output=True, timeout=PATIENCE_S, check=False)
-    except subprocess.TimeoutExpired:
-        raise Refusal(Code.OVERLOADED, "a schema could not be tried here in time: retry later") from None
-    finally:
-        _trials.remove(trial)
-    if tried.returncode == -signal.SIGPROF:
-        return "Too complex: its patterns cannot be understood in time"
-    return tried.stdout.decode() if tried.returncode == 0 else "Too complex: its patterns need too much memory"
+        return _few.ask(grammar, PATIENCE_S)
+    return _many.ask(grammar, WAIT_S)
 
 
 def walk(grammar: str) -> str:
@@ -99,11 +176,20 @@ def _bytes() -> LLTokenizer:
     return Vocabulary([*tokens, *special], [END, *MARKS], END).tokenizer()
 
 
-def _main() -> None:
+def _main(fd: int, trial_s: float) -> None:
+    """Answer until the other end is closed, or one of the limits ends the process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: meant for the recipe, which closes its end
     resource.setrlimit(resource.RLIMIT_AS, (TRIAL_BYTES, TRIAL_BYTES))
-    signal.setitimer(signal.ITIMER_PROF, float(sys.argv[1]))  # it ends with the signal
-    sys.stdout.buffer.write(walk(sys.stdin.buffer.read().decode()).encode())
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    connection = Connection(fd)
+    with contextlib.suppress(EOFError):
+        while True:
+            grammar = connection.recv_bytes().decode()
+            signal.setitimer(signal.ITIMER_PROF, trial_s)
+            wrong = walk(grammar)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            connection.send_bytes(wrong.encode())
 
 
 if __name__ == "__main__":
-    _main()
+    _main(int(sys.argv[1]), float(sys.argv[2]))

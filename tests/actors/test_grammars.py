@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from actors.recipe import trial
 from actors.recipe.calls import Tool
 from actors.recipe.fields import Refusal
 from actors.recipe.grammar import Asked, Grammars
@@ -233,22 +232,6 @@ def test_what_cannot_be_had_is_refused_at_once(name: str) -> None:
     assert (refused.value.failure.code, refused.value.failure.field) == (code, "text.format")
     with pytest.raises(Refusal):
         grammars().find(Asked(json=json.dumps(whole), format_field="text.format"))  # remembered
-
-
-def test_patterns_that_meet_are_tried_in_a_process_with_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    patterns = [{"type": "string", "pattern": f"^a{{{n}}}b"} for n in range(1, 6)]
-    assert grammars().find(Asked(json=json.dumps({"anyOf": patterns}))).text  # has to be tried there, too
-    meeting = {"type": "string", "allOf": [{"pattern": f"a.{{{n}}}b"} for n in range(1, 40)]}
-    monkeypatch.setattr(trial, "TRIAL_S", 0.5)
-    with pytest.raises(Refusal, match="cannot be understood in time"):
-        grammars().find(Asked(json=json.dumps(meeting)))
-    for name, value in {"MOST_TRIALS": 0, "PATIENCE_S": 0.001}.items():
-        with monkeypatch.context() as busy, pytest.raises(Refusal, match="retry later") as refused:
-            busy.setattr(trial, name, value)
-            grammars().find(Asked(json=json.dumps({"anyOf": patterns[1:]})))
-        assert refused.value.failure.code is Code.OVERLOADED
-    monkeypatch.setattr(trial, "MOST_TRIALS", 1)
-    assert grammars().find(Asked(json=json.dumps({"anyOf": patterns[1:]}))).text  # that was not remembered
 
 
 def test_the_last_ones_are_remembered_unless_they_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
