@@ -30,6 +30,15 @@ _MORE = frozenset("$ref allOf anyOf oneOf patternProperties".split())
 _FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 """Which are enforced; any other says nothing of an instance, as the standard has it."""
 
+MOST_EXACT = 2**53
+"""Whole numbers beyond are not kept exactly: they go through doubles, and bounds through 64 bits."""
+
+MOST_SIZE = 10**6
+"""Of anything that is counted."""
+
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_SIZES = tuple(f"{end}{what}" for end in ("min", "max") for what in ("Length", "Items", "Properties"))
+
 _WHITESPACE = r" |\n[ \t]{0,40}"
 """Between the parts of JSON: as much as makes it readable. Without a bound a model can go on with it forever."""
 
@@ -107,6 +116,7 @@ def _plain(schema: Any, depth: int, is_strict: bool) -> Any:
             found[key] = _ascii(value)
         elif key in _NAMED or key in _LISTED or key in _VALUES:
             found[key] = value
+    _check_numbers(found)
     if is_strict and ("properties" in found or found.get("type") == "object") and not set(found) & _MORE:
         found.setdefault("additionalProperties", False)
     if found.get("uniqueItems") is False:
@@ -117,6 +127,30 @@ def _plain(schema: Any, depth: int, is_strict: bool) -> Any:
     if isinstance(least, int) and isinstance(required, list) and least > len(required) + 1:
         raise Unenforceable(f"minProperties {least} is not supported: required names {len(required)}")
     return found
+
+
+def _check_numbers(schema: dict[str, Any]) -> None:
+    """Raise Unenforceable for those that an answer would not be held to exactly."""
+    for key in _BOUNDS:
+        if _is_beyond(schema.get(key), MOST_EXACT - 1):
+            raise Unenforceable(f"{key} {schema[key]} is not supported: numbers are kept exactly below 2^53")
+    for key in _SIZES:
+        if _is_beyond(schema.get(key), MOST_SIZE):
+            raise Unenforceable(f"{key} {schema[key]} is not supported: {MOST_SIZE} is the most")
+    for key in ("const", "enum"):
+        if key in schema:
+            _check_value(schema[key], key)
+
+
+def _check_value(value: Any, key: str) -> None:
+    if _is_beyond(value, MOST_EXACT):
+        raise Unenforceable(f"{value} in {key} is not supported: numbers are kept exactly up to 2^53")
+    for part in value.values() if isinstance(value, dict) else _list(value):
+        _check_value(part, key)
+
+
+def _is_beyond(value: Any, most: int) -> bool:
+    return isinstance(value, int | float) and abs(value) > most
 
 
 def _ascii(pattern: str) -> str:

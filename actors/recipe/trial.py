@@ -2,8 +2,8 @@
 
 llguidance bounds itself, but for how many patterns meet at one string (`{"allOf": [{"pattern": …}, …]}`): with each of
 them time and memory more than double (1.3 s and 150 MB for 19). And it has been seen to crash. So grammars are tried in
-a process beside the recipe, which may work for 2 s and take 1 GiB. One that is its end costs the request that asked, and
-is not tried again; the next one finds a new process.
+a process beside the recipe, which may work for 2 s and take 1 GiB. One that is its end costs the request that asked,
+and is not tried again; the next one finds a new process.
 """
 
 from __future__ import annotations
