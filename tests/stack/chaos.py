@@ -158,10 +158,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--streams", type=int, default=300)
     parser.add_argument("--tokens", type=int, default=600, help="of each")
-    parser.add_argument("--kills", type=int, default=12, help="decode and prefill in turn")
+    parser.add_argument("--kills", type=int, default=12, help="of decode, prefill and the broker in turn")
     parser.add_argument("--pause", type=float, default=4.0, help="seconds between two of them")
     asked = parser.parse_args()
-    kills = ["decode" if number % 3 else "prefill" for number in range(1, asked.kills + 1)]
+    kills = [("decode", "broker", "prefill", "decode")[number % 4] for number in range(asked.kills)]
     with tempfile.TemporaryDirectory() as folder:
         system = chaos_system(Path(folder))
         try:

@@ -137,7 +137,7 @@ def test_streams_go_on_while_processes_are_killed_and_stopped_and_nothing_surviv
     system = chaos_system(tmp_path)
     try:
         outcome = asyncio.run(
-            chaos(system, num_streams=104, max_tokens=100, kills=["decode", "prefill"], pause_s=2.0)
+            chaos(system, num_streams=104, max_tokens=100, kills=["decode", "broker", "prefill"], pause_s=1.5)
         )
     finally:
         status = system.stop(signal.SIGKILL)
