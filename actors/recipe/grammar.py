@@ -30,6 +30,11 @@ SPELLINGS = ("</think>", "｜DSML｜")
 
 _LOCATION = re.compile(r"^at \d+\(\d+\): (?:failed to compile JSON schema: )?")
 
+_PATTERN = re.compile(r"regex parse error: error: (.*)", re.DOTALL)
+_BEYOND = ("not supported", "exceed", "decimal literal invalid")
+"""In what is said of a pattern that is one, but not for us: lookaround, or too large."""
+
+_UNDECIDED = "Unable to determine"
 _WRONG = ("Unsatisfiable", "Invalid", "Expected", "properties must", "schema must")
 """How llguidance begins to say that something is no schema, or that nothing satisfies it."""
 
@@ -83,7 +88,8 @@ def write(asked: Asked, marks: Marks) -> str:
         lines.append(f"format: {text_of(schema)}")
     elif asked.regex:
         answers.append("format")
-        lines.append(f"format: /{_regex(asked.regex)}/")
+        lines.append("format: FORMAT")
+        lines.append(f"FORMAT: /{_regex(asked.regex)}/ & ~/\\n(?s:.*)/")  # the library cuts them off there
     elif not asked.must_call and not asked.is_in_calls:
         answers.append("text")
         lines.append(f"text: {TEXT}")
@@ -182,11 +188,18 @@ class Grammars:
             return error
         except RecursionError:
             return Unenforceable("it is nested too deep")
-        if not wrong:
-            return None
-        wrong = _LOCATION.sub("", wrong)[:300]
-        is_wrong = wrong.startswith(_WRONG) or ("regex" in wrong and "not supported" not in wrong)
-        return Unenforceable(wrong, is_wrong=is_wrong)
+        return _told(wrong) if wrong else None
+
+
+def _told(wrong: str) -> Unenforceable:
+    """What llguidance says, in our words where its own are of its insides."""
+    wrong = _LOCATION.sub("", wrong)
+    if wrong.startswith(_UNDECIDED):
+        return Unenforceable("Too complex: it cannot be told what its patterns have in common")
+    if pattern := _PATTERN.search(wrong):
+        detail = pattern[1][:200]
+        return Unenforceable(f"a pattern: {detail}", is_wrong=not any(word in detail for word in _BEYOND))
+    return Unenforceable(wrong[:300], is_wrong=wrong.startswith(_WRONG))
 
 
 def _refusal(wrong: Unenforceable, field: str, where: str = "") -> Refusal:

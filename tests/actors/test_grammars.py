@@ -204,6 +204,9 @@ HOSTILE: dict[str, tuple[Any, Code, str]] = {
     "no type": ({"type": "thing"}, Code.BAD_REQUEST, "Invalid type"),
     "no pattern": ({"type": "string", "pattern": "("}, Code.BAD_REQUEST, "unclosed"),
     "lookahead": ({"type": "string", "pattern": "(?=a)b"}, Code.UNSUPPORTED, "look-around"),
+    "large pattern": ({"type": "string", "pattern": "a{99999999999}"}, Code.UNSUPPORTED, "a pattern: decimal"),
+    "deep pattern": ({"type": "string", "pattern": "(" * 300 + ")" * 300}, Code.UNSUPPORTED, "a pattern: exceed"),
+    "undecided": ({"format": "email", "pattern": "x{5000}", "type": "string"}, Code.UNSUPPORTED, "in common$"),
     "keyword": ({"not": {"type": "null"}}, Code.UNSUPPORTED, "not"),
     "keyword inside": ({"items": {"uniqueItems": True}}, Code.UNSUPPORTED, "uniqueItems"),
     "too many keys": ({"type": "object", "minProperties": 2}, Code.UNSUPPORTED, "minProperties"),
@@ -231,6 +234,18 @@ HOSTILE: dict[str, tuple[Any, Code, str]] = {
         "too large",
     ),
 }
+
+
+def test_a_pattern_is_of_the_answer_as_the_client_gets_it() -> None:
+    """Line breaks at the beginning are no part of that."""
+    grammar = grammars().find(Asked(regex="\\s*a")).text
+    assert [text for text in ("a", " \n a", "\na", "\n\n a") if accepts(grammar, text)] == ["a", " \n a"]
+    assert parsed(BODY, generate(followed().follow(grammar), random.Random(1)) or [])["content"].endswith("a")
+    deep = "(" * 999 + ")" * 999
+    for pattern, code, part in ((r"\n+", Code.BAD_REQUEST, "Unsat"), (deep, Code.UNSUPPORTED, "a pattern: exceed")):
+        with pytest.raises(Refusal, match=part) as refused:
+            grammars().find(Asked(regex=pattern))
+        assert refused.value.failure.code is code
 
 
 @pytest.mark.parametrize("name", HOSTILE)
