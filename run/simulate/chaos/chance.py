@@ -13,6 +13,7 @@ from run.simulate.chaos.script import (
     Disk,
     Fault,
     Kill,
+    Leave,
     Messages,
     Replace,
     Restart,
@@ -150,6 +151,11 @@ def _replace(draw: random.Random, shape: Shape, at_s: float) -> Fault:
     return Replace(at_s=at_s, for_s=_length(draw, 6.0, 15.0, 30.0), name=name, more_s=_length(draw, 0.5, 5.0))
 
 
+def _leave(draw: random.Random, shape: Shape, at_s: float) -> Fault:
+    name = draw.choice(_names(shape, "decode", "decode", "prefill"))
+    return Leave(at_s=at_s, name=name, grace_s=draw.choice([0.0, 0.5, 3.0]))
+
+
 def _slow(draw: random.Random, shape: Shape, at_s: float) -> Fault:
     name = draw.choice(_names(shape, "decode", "prefill"))
     return Slow(at_s=at_s, for_s=_length(draw, 2.0, 10.0), name=name, factor=draw.choice([3.0, 10.0, 50.0]))
@@ -175,6 +181,7 @@ _MAKERS: list[tuple[Callable[[random.Random, Shape, float], Fault], int]] = [
     (_kill, 4),
     (_stand, 3),
     (_replace, 1),
+    (_leave, 2),
     (_slow, 1),
     (_disk, 2),
     (_restart, 1),

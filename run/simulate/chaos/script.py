@@ -95,6 +95,13 @@ class Replace(Event, frozen=True):
     more_s: float
 
 
+class Leave(Event, frozen=True):
+    """A replica is drained: it has `grace_s` to go on, then sees off what it has, ends, and is started anew."""
+
+    name: str
+    grace_s: float
+
+
 class Slow(Event, frozen=True):
     """For `for_s` an engine takes `factor` times as long."""
 
@@ -120,7 +127,7 @@ class Restart(Event, frozen=True):
     seed: int
 
 
-Fault = Messages | Apart | Kill | Stand | Replace | Slow | Disk | Restart
+Fault = Messages | Apart | Kill | Stand | Replace | Leave | Slow | Disk | Restart
 
 
 class Script(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

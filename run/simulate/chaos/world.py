@@ -19,7 +19,7 @@ from bus.memory_files import MemoryFolder
 from bus.subjects import EXITED
 from run.simulate.chaos.broker import ChaosBroker, ChaosBulk, ChaosWire, Hears
 from run.simulate.chaos.loop import OWNER, StandingLoop
-from run.simulate.chaos.script import Apart, Disk, Fault, Kill, Messages, Replace, Restart, Script, Slow, Stand
+from run.simulate.chaos.script import Apart, Disk, Fault, Kill, Leave, Messages, Replace, Restart, Script, Slow, Stand
 from run.simulate.chaos.truth import DECODE_COST, PREFILL_COST, ChaosEngine
 from run.simulator import World
 from run.watch import NUM_MISSED, ROUND_S
@@ -138,6 +138,8 @@ class ChaosWorld(World):
                 self._stand(fault)
             case Replace() if self.is_alive(fault.name) and not self.wire(fault.name).num_still:
                 self._replace(fault)
+            case Leave() if self.is_alive(fault.name):
+                self._at_work(self._leave(fault))
             case Slow(name=name, factor=factor) if self.is_alive(name):
                 engine = self.engines[name]
                 engine.slow(factor)
@@ -158,7 +160,10 @@ class ChaosWorld(World):
         self._start_later(name, self._ended(self.tasks.pop(name), name, is_told), back_s)
 
     def _start_later(self, name: str, ending: Coroutine[Any, Any, None], back_s: float) -> None:
-        task = asyncio.create_task(self._start_again(name, ending, back_s))
+        self._at_work(self._start_again(name, ending, back_s))
+
+    def _at_work(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
         self._restarts[task] = None
         task.add_done_callback(lambda done: self._restarts.pop(done))
 
@@ -190,6 +195,21 @@ class ChaosWorld(World):
         if self.wires[name] is wire and self.is_alive(name):
             wire.num_still = 0
             self._kill(name, 0.1, True)
+
+    async def _leave(self, fault: Leave) -> None:
+        name, wire, task = fault.name, self.wire(fault.name), self.tasks[fault.name]
+        context = contextvars.copy_context()
+        context.run(OWNER.set, wire)
+        await asyncio.create_task(self.actors[name].leave(fault.grace_s), context=context)
+        if self.tasks.get(name) is not task or not self.is_alive(name):
+            return  # it was killed meanwhile
+        self.killed.append(name)
+        del self.tasks[name]
+        task.cancel()
+        await asyncio.wait([task])
+        wire.cut()
+        self.bulks[name].cut()
+        await self._start_again(name, self._ended(task, name, True), 0.1)
 
     def _replace(self, fault: Replace) -> None:
         name = fault.name
