@@ -133,7 +133,10 @@ def _biases(value: Any) -> tuple[tuple[int, float], ...]:
         if not isinstance(bias, int | float) or isinstance(bias, bool) or not -_MAX_BIAS <= bias <= _MAX_BIAS:
             message = f"logit_bias: that of {token} must be a number, {-_MAX_BIAS} to {_MAX_BIAS}"
             raise Refusal(Code.BAD_REQUEST, message, "logit_bias")
-    return tuple(sorted({int(token): float(bias) for token, bias in value.items()}.items()))
+    biases = {int(token): float(bias) for token, bias in value.items()}
+    if len(biases) < len(value):
+        raise Refusal(Code.BAD_REQUEST, "logit_bias: a token has two biases, by two spellings", "logit_bias")
+    return tuple(sorted(biases.items()))
 
 
 def _is_whole(value: Any) -> bool:

@@ -284,6 +284,7 @@ def test_what_else_is_to_be_included_is_ignored() -> None:
         (chat, {"logit_bias": {"seven": 1}}, "logit_bias"),
         (chat, {"logit_bias": {"-7": 1}}, "logit_bias"),
         (chat, {"logit_bias": {"7": 100.5}}, "logit_bias"),
+        (chat, {"logit_bias": {"7": 1, "07": 1}}, "logit_bias"),
         (chat, {"logit_bias": {"7": True}}, "logit_bias"),
         (chat, {"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
     ],
