@@ -15,6 +15,7 @@ import orjson
 from msgspec import structs
 
 from actors.recipe.card import CardError, ModelCard
+from actors.recipe.complaints import complaint, said
 from actors.recipe.fields import Refusal
 from actors.recipe.grammar import Asked, Grammars
 from actors.recipe.images import Source, check_room, expand, number_of
@@ -163,7 +164,7 @@ class Converter:
         try:
             max_tokens = request.resolve_max_tokens(len(prompt), self.card.context_tokens)
         except library.ConversionError as error:
-            raise Refusal(Code.CONTEXT_LENGTH, _message(error), _prompt_field(draft.protocol)) from None
+            raise Refusal(Code.CONTEXT_LENGTH, said(error), _prompt_field(draft.protocol)) from None
         if normal.choice.logit_bias:
             normal.choice.check_tokens(self._num_tokens)
         grammar = self.grammars.find(draft.asked)
@@ -228,10 +229,8 @@ class Converter:
                 if freely.conversation.thinking_mode:
                     return freely, echo, namespaces
             return request.convert(self._options), echo, namespaces
-        except library.ConversionError as error:
-            raise Refusal(Code.BAD_REQUEST, _message(error)) from None
-        except (ValueError, OverflowError, RecursionError, TypeError) as error:
-            raise Refusal(Code.BAD_REQUEST, str(error)) from None
+        except (library.ConversionError, ValueError, OverflowError, RecursionError, TypeError) as error:
+            raise complaint(protocol, error) from None
 
     @functools.cached_property
     def _longest_token_bytes(self) -> int:
@@ -281,13 +280,6 @@ def branches(prompt: npt.NDArray[np.uint32], user_token: int) -> list[int]:
 def load_converter(card: ModelCard) -> Converter:
     """The converter of a card. Kept: a large tokenizer takes a third of a second, and nothing else runs meanwhile."""
     return Converter(card)
-
-
-def _message(error: Exception) -> str:
-    try:
-        return str(orjson.loads(error.body)["error"]["message"])  # type: ignore[attr-defined]
-    except (ValueError, LookupError, TypeError):
-        return str(error)
 
 
 def _prompt_field(protocol: Protocol) -> str:

@@ -61,7 +61,7 @@ _TOP_K = "only of so many of the likeliest tokens; 0 and -1 are all"
 _MIN_P = "an extension; only tokens at least so many times as likely as the likeliest"
 _EXACT = "an extension; `true`: no cached block is read, and no layer is skipped for any token of the prompt"
 _STRICT = "the arguments satisfy the schema, or the request is refused; else a schema may be ignored"
-_CHOICE = "all; while the model thinks it calls once it has thought"
+_CHOICE = "of tools that are given; while the model thinks it calls once it has thought"
 _FORMAT = "`json_schema`: it satisfies the schema, or the request is refused"
 _OBFUSCATION = "there is none"
 _SUMMARY = "the reasoning itself is shown"
@@ -87,11 +87,12 @@ _CHAT: dict[str, Field] = {
     "top_logprobs": _honoured(_TOP_LOGPROBS + "; with `logprobs`"),
     "logit_bias": _honoured("by the ids of the checkpoint's `tokenizer.json`, added before temperature"),
     "tools": _honoured("functions; calls are parsed from the output as the model writes them"),
-    "tool_choice": _honoured(_CHOICE),
+    "tool_choice": _honoured(_CHOICE + "; `allowed_tools` is refused: give only those"),
     "parallel_tool_calls": _honoured("`false`: one call at most"),
     "thinking": _honoured("`type`: enabled, disabled, adaptive (as enabled)"),
     "reasoning_effort": _honoured("`none` turns thinking off"),
     "response_format": _honoured("`text`, `json_object`, `regex` (an extension), " + _FORMAT),
+    "response_format.json_schema.description": _ignored("the schema is what the model is told"),
     "stream_options.include_obfuscation": _ignored(_OBFUSCATION),
     "thinking.budget_tokens": _ignored(),
     "tools[].function.strict": _honoured(_STRICT),
@@ -144,7 +145,7 @@ _RESPONSES: dict[str, Field] = {
     "top_logprobs": _honoured(_TOP_LOGPROBS + "; more than 0 asks for logprobs"),
     "include": _honoured("`message.output_text.logprobs`: " + _LOGPROBS + "; all else is ignored"),
     "tools": _honoured("functions, namespaces and custom `apply_patch`; others are refused"),
-    "tool_choice": _honoured(_CHOICE),
+    "tool_choice": _honoured(_CHOICE + "; `allowed_tools` is refused: give only those"),
     "parallel_tool_calls": _honoured("`false`: one call at most"),
     "reasoning": _honoured("`effort`"),
     "text": _honoured("`format`: `text`, `json_object`, " + _FORMAT),
@@ -153,6 +154,7 @@ _RESPONSES: dict[str, Field] = {
     "reasoning.mode": _ignored(),
     "reasoning.summary": _ignored(_SUMMARY),
     "stream_options.include_obfuscation": _ignored(_OBFUSCATION),
+    "text.format.description": _ignored("the schema is what the model is told"),
     "tools[].strict": _honoured(_STRICT),
     "input[].summary": _ignored("of reasoning items"),
     "input[].encrypted_content": _ignored("of reasoning items"),
@@ -241,8 +243,8 @@ FIELDS: dict[Protocol, dict[str, Field]] = {
 
 
 def check(protocol: Protocol, body: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The honoured top-level fields of a request, and the names of the ignored ones that were set, those right inside
-    another one included.
+    """The honoured top-level fields of a request, and the names of the ignored ones that were set, those inside another
+    one included.
 
     Raises Refusal naming the first field that is refused or unknown.
     """
@@ -262,12 +264,15 @@ def check(protocol: Protocol, body: dict[str, Any]) -> tuple[dict[str, Any], lis
         else:
             refuse_unless_neutral(protocol, name, value)
     for name, field in table.items():
-        outer, _, inner = name.partition(".")
-        value = kept[outer].get(inner) if isinstance(kept.get(outer), dict) else None
-        if value is not None and field.use is Use.IGNORED:
+        if "." not in name:
+            continue
+        inner: Any = kept
+        for part in name.split("."):
+            inner = inner.get(part) if isinstance(inner, dict) else None
+        if inner is not None and field.use is Use.IGNORED:
             ignored.append(name)
-        elif value is not None and field.use is Use.REFUSED:
-            refuse_unless_neutral(protocol, name, value)
+        elif inner is not None and field.use is Use.REFUSED:
+            refuse_unless_neutral(protocol, name, inner)
     return kept, ignored
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +10,7 @@ import deepseek_recipe as library
 import orjson
 
 from actors.recipe.calls import Tool
+from actors.recipe.complaints import FORMAT
 from actors.recipe.fields import Refusal
 from actors.recipe.grammar import Asked
 from actors.recipe.sampling import boolean
@@ -17,9 +19,22 @@ from schemas.failure import Code
 
 OBJECT = {"type": "object"}
 
-_FORMAT = {Protocol.CHAT_COMPLETIONS: "response_format", Protocol.RESPONSES: "text.format"}
 _TOOLS = {Protocol.CHAT_COMPLETIONS: "tools[].function.parameters", Protocol.RESPONSES: "tools[].parameters"}
-_CHOICES = ("auto", "none", "required", "any", "function", "custom", "tool")
+
+_SCHEMA_MEMBERS = ("name", "description", "schema", "strict")
+_NO_CHOICES = (None, "auto", "none")
+_CHOICES: dict[Protocol, tuple[str, ...]] = {
+    Protocol.CHAT_COMPLETIONS: ("auto", "none", "required", "{function}"),
+    Protocol.RESPONSES: ("auto", "none", "required", "{function}", "{custom}"),
+}
+_CHOICES_OF_MESSAGES = ("{auto}", "{none}", "{any}", "{tool}")
+"""Those in braces are the type of an object."""
+
+_MEMBERS: dict[Protocol, dict[str, tuple[str, ...]]] = {
+    Protocol.CHAT_COMPLETIONS: {"text": (), "json_object": (), "json_schema": ("json_schema",), "regex": ("regex",)},
+    Protocol.RESPONSES: {"text": (), "json_object": (), "json_schema": _SCHEMA_MEMBERS},
+}
+"""Of a response format, by its type."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +84,7 @@ class Form:
         tools: tuple[Tool, ...] = ()
         if kind.startswith("tool_call"):
             functions = [tool["function"] for tool in orjson.loads(text)]
+            functions = [one for one in functions if self.tool in ("", one["name"])]
             tools = tuple(
                 Tool(one["name"], _json(one["parameters"]), one["name"] in self.strict) for one in functions
             )
@@ -85,7 +101,7 @@ class Form:
             must_call=self.must_call and bool(tools),
             is_in_calls=parsing.starts_in_tool_calls,
             is_single=self.is_single,
-            format_field=_FORMAT.get(protocol, "output_config.format"),
+            format_field=FORMAT[protocol],
             tools_field=_TOOLS.get(protocol, "tools[].input_schema"),
         )
         if (asked.json or asked.regex) and any(message.prefix and message.content for message in told.messages[-1:]):
@@ -98,20 +114,20 @@ def take_form(protocol: Protocol, body: dict[str, Any]) -> Form:
     """What a body says of it; what the library would misread is taken out. Raises Refusal."""
     choice, is_single = body.get("tool_choice"), False
     kind = choice.get("type") if isinstance(choice, dict) else choice
-    if kind is not None and kind not in _CHOICES:
-        raise Refusal(Code.UNSUPPORTED, f"tool_choice {str(kind)[:64]!r} is not supported", "tool_choice")
+    _check_choice(protocol, choice, body.get("tools"))
+    _check_format(protocol, body)
     if isinstance(choice, dict):
         name = "tool_choice.disable_parallel_tool_use"
         is_single = boolean(choice.get("disable_parallel_tool_use", False), name)
     if protocol in _TOOLS:
         is_single = not boolean(body.pop("parallel_tool_calls", True), "parallel_tool_calls")
-    schema = None if protocol in _FORMAT else _take_schema(body)
+    schema = None if protocol in _MEMBERS else _take_schema(body)
     tools, strict = _without_strict(body.get("tools"))
     format, is_strict = _without_strictness(protocol, body)
     said = {name: body[name] for name in (*tools, *format)} if strict or is_strict else {}
     body |= {**tools, **format} if said else {}
     return Form(
-        must_call=kind not in (None, "auto", "none"),
+        must_call=kind not in _NO_CHOICES,
         tool=_name(choice) if isinstance(choice, dict) else "",
         is_single=is_single,
         schema=schema,
@@ -121,9 +137,53 @@ def take_form(protocol: Protocol, body: dict[str, Any]) -> Form:
     )
 
 
+def _check_choice(protocol: Protocol, choice: Any, tools: Any) -> None:
+    """Raise Refusal unless it is a choice of tools that there are."""
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    spelled = f"{{{kind}}}" if isinstance(choice, dict) else choice
+    if choice is not None and spelled not in _CHOICES.get(protocol, _CHOICES_OF_MESSAGES):
+        raise Refusal(Code.UNSUPPORTED, f"tool_choice {str(kind)[:64]!r} is not supported", "tool_choice")
+    if kind in _NO_CHOICES:
+        return
+    names = _names(tools)
+    if not names:
+        raise Refusal(Code.BAD_REQUEST, "tool_choice: there are no tools that could be called", "tool_choice")
+    if kind in ("function", "custom", "tool") and _name(choice) not in names:
+        raise Refusal(Code.BAD_REQUEST, f"tool_choice: there is no tool {_name(choice)[:64]!r}", "tool_choice")
+
+
+def _check_format(protocol: Protocol, body: dict[str, Any]) -> None:
+    """Raise Refusal for a response format of which anything would be lost."""
+    if protocol not in _MEMBERS:
+        return
+    form, path = body.get(FORMAT[protocol].partition(".")[0]), FORMAT[protocol]
+    if protocol is Protocol.RESPONSES and isinstance(form, dict):
+        _check_members(form, ("format", "verbosity"), "text")
+        form = form.get("format")
+    if form is None:
+        return
+    kinds, kind = _MEMBERS[protocol], form.get("type") if isinstance(form, dict) else None
+    if not isinstance(kind, str) or kind not in kinds:
+        raise Refusal(Code.UNSUPPORTED, f"{path}: only the types {', '.join(kinds)} are supported", path)
+    _check_members(form, ("type", *kinds[kind]), path)
+    if isinstance(form.get("json_schema"), dict):
+        _check_members(form["json_schema"], _SCHEMA_MEMBERS, f"{path}.json_schema")
+    for name in {"json_schema", "regex"}.intersection(kinds[kind]):
+        if not isinstance(form.get(name), str if name == "regex" else dict) or not form[name]:
+            raise Refusal(Code.BAD_REQUEST, f"{path}.{name} is missing, empty or of another type", path)
+
+
+def _check_members(value: dict[str, Any], known: Sequence[str], path: str) -> None:
+    for name in value:
+        if name not in known and value[name] is not None:
+            raise Refusal(Code.BAD_REQUEST, f"unknown field '{path}.{name[:64]}'", f"{path}.{name[:64]}")
+
+
 def _take_schema(body: dict[str, Any]) -> Any:
     """That of Messages, which the library would pass over."""
     config = body.get("output_config")
+    if isinstance(config, dict):
+        _check_members(config, ("effort", "format", "task_budget"), "output_config")
     if not isinstance(config, dict) or config.get("format") is None:
         return None
     form = config["format"]
@@ -131,11 +191,21 @@ def _take_schema(body: dict[str, Any]) -> Any:
     name = "output_config.format"
     if not isinstance(form, dict) or form.get("type") != "json_schema":
         raise Refusal(Code.UNSUPPORTED, f"{name}: only the type 'json_schema' is supported", name)
-    if unknown := sorted(set(form) - {"type", "schema"}):
-        raise Refusal(Code.BAD_REQUEST, f"unknown field '{name}.{unknown[0][:64]}'", f"{name}.{unknown[0][:64]}")
+    _check_members(form, ("type", "schema"), name)
     if not isinstance(form.get("schema"), dict):
         raise Refusal(Code.BAD_REQUEST, f"{name}.schema must be a JSON Schema", f"{name}.schema")
     return form["schema"]
+
+
+def _names(tools: Any, within: str = "") -> set[str]:
+    """Of all that could be called."""
+    found: set[str] = set()
+    for tool in tools if isinstance(tools, list) else []:
+        if isinstance(tool, dict) and tool.get("type") == "namespace":
+            found |= _names(tool.get("tools"), f"{_name(tool)}::")
+        else:
+            found.add(within + _name(tool))
+    return found
 
 
 def _without_strict(tools: Any, within: str = "") -> tuple[dict[str, Any], list[str]]:

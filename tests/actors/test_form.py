@@ -180,8 +180,52 @@ def test_a_tool_has_to_be_called(converter: Converter, protocol: Protocol, think
     bad = tool({"type": "object", **BAD})
     code, field, message = refused(converter, protocol, tools=[tool(), bad], tool_choice=choice(protocol, "required"))
     assert code in (Code.UNSUPPORTED, Code.BAD_REQUEST)
-    assert refused(converter, protocol, tools=[tool()], tool_choice=choice(protocol, "unknown"))[0] is Code.BAD_REQUEST
+    more = THINKING[protocol] if thinks else {}
+    for name, tools in (("unknown", [tool()]), ("required", []), ("required", None), ("f", [])):
+        why = refused(converter, protocol, tools=tools, tool_choice=choice(protocol, name), **more)
+        assert why[:2] == (Code.BAD_REQUEST, "tool_choice")
     assert prepare(converter, protocol, tool_choice=choice(protocol, "auto")).sampling.grammar == ""
+
+
+@pytest.mark.parametrize("more", [{}, EFFORT])
+def test_a_tool_of_a_namespace_is_called_by_its_whole_name(converter: Converter, more: dict[str, Any]) -> None:
+    tools = [responses_tool(), responses_tool(name="g")]
+    space = {"type": "namespace", "name": "ns", "description": "S", "tools": tools}
+    named = prepare(converter, RESPONSES, tools=[space], tool_choice=choice(RESPONSES, "ns::g"), **more)
+    assert 'invoke name=\\"ns::g\\"' in named.sampling.grammar and "ns::f" not in named.sampling.grammar
+    assert refused(converter, RESPONSES, tools=[space], tool_choice=choice(RESPONSES, "g"), **more)[1] == "tool_choice"
+
+
+def test_what_would_be_lost_of_a_format_is_refused(converter: Converter) -> None:
+    kinds: list[tuple[Any, Code, str]] = [
+        ({"type": "xml"}, Code.UNSUPPORTED, ""),
+        ({"type": "json_object", "schema": SCHEMA}, Code.BAD_REQUEST, ".schema"),
+        ({"type": "regex", "regex": ""}, Code.BAD_REQUEST, ""),
+        ({"type": "regex", "regex": "a", "flags": "i"}, Code.BAD_REQUEST, ".flags"),
+        ({"type": "json_schema"}, Code.BAD_REQUEST, ""),
+        ({"type": "text", "json_schema": {"schema": SCHEMA}}, Code.BAD_REQUEST, ".json_schema"),
+        (7, Code.UNSUPPORTED, ""),
+    ]
+    for format, code, within in kinds:
+        assert refused(converter, CHAT, response_format=format)[:2] == (code, "response_format" + within)
+    odd = told(SCHEMA, odd=1)
+    assert refused(converter, CHAT, **odd[CHAT])[1] == "response_format.json_schema.odd"
+    assert refused(converter, RESPONSES, **odd[RESPONSES])[1] == "text.format.odd"
+    assert refused(converter, RESPONSES, text={"odd": 1})[1] == "text.odd"
+    assert refused(converter, MESSAGES, output_config={"odd": 1})[1] == "output_config.odd"
+    described = told(SCHEMA, description="D", strict=None)
+    assert prepare(converter, CHAT, **described[CHAT]).ignored == ["response_format.json_schema.description"]
+    assert prepare(converter, RESPONSES, **described[RESPONSES]).ignored == ["text.format.description"]
+
+
+@pytest.mark.parametrize("protocol", [CHAT, RESPONSES, MESSAGES])
+def test_what_the_library_refuses_names_the_field(converter: Converter, protocol: Protocol) -> None:
+    tool = TOOLS[protocol]
+    assert refused(converter, protocol, tools=[tool({"type": "string"})])[1] == "tools"
+    assert refused(converter, protocol, tools=[tool(), tool()])[1] == "tools"
+    assert refused(converter, protocol, tools=[tool(name="a b")])[1].startswith("tools[0].")
+    assert refused(converter, protocol, temperature=7)[1] == "temperature"
+    assert refused(converter, protocol, **told({"minimum": "x"})[protocol])[1] == FORMAT[protocol]
 
 
 def test_one_call_at_most(converter: Converter) -> None:
