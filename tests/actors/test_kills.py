@@ -56,6 +56,19 @@ def asked(name: str) -> list[Submit]:
     return [ask(f"{name}{i}", prompt(400 + 200 * i, i), 200) for i in range(NUM)]
 
 
+def test_a_burst_after_idleness_that_outlives_every_lease(expected: list[list[int]]) -> None:
+    async def main() -> None:
+        async with cached() as system:
+            await system.finish(asked("warm")[0])
+            await asyncio.sleep(700.0)
+            wanted = [one for number in range(10) for one in asked(f"r{number}.")]
+            answers = await asyncio.gather(*map(system.finish, wanted))
+            assert [tokens for tokens, _ in answers] == expected * 10
+            assert await quiet(system, BOUND_S) == {}
+
+    run_virtual(main())
+
+
 @pytest.mark.parametrize(("at_s", "is_told"), [(0.003, False), (0.06, True)])
 @pytest.mark.parametrize(
     "name",

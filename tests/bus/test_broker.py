@@ -6,10 +6,12 @@ import asyncio
 import logging
 import signal
 from pathlib import Path
+from urllib.parse import urlparse
 
 import pytest
+from nats.aio.client import Server
 
-from bus.broker import NatsWire
+from bus.broker import NatsWire, _choose_server
 from bus.bus import BusError, Delivery
 from bus.server import EmbeddedServer, ServerConfig
 from schemas.failure import Code
@@ -132,6 +134,14 @@ def test_it_comes_back_with_the_server_and_hears_again(
         await server.stop()
 
     run_async(main())
+
+
+def test_waits_before_a_reconnect_have_jitter() -> None:
+    """And grow up to a bound: a broker that restarts is not called by all at once."""
+    server = Server(uri=urlparse("nats://localhost"))
+    for server.reconnects, most_s in ((0, 0.05), (3, 0.4), (50, 2.0)):
+        waits = {_choose_server([server], {})[1] for _ in range(100)}
+        assert len(waits) > 90 and most_s / 2 <= min(waits) < 0.6 * most_s and 0.9 * most_s < max(waits) <= most_s
 
 
 def test_closing_without_a_server_is_quick_and_quiet(
