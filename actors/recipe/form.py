@@ -171,6 +171,8 @@ def _check_format(protocol: Protocol, body: dict[str, Any]) -> None:
     for name in {"json_schema", "regex"}.intersection(kinds[kind]):
         if not isinstance(form.get(name), str if name == "regex" else dict) or not form[name]:
             raise Refusal(Code.BAD_REQUEST, f"{path}.{name} is missing, empty or of another type", path)
+    if kind == "json_schema" and "schema" not in form.get("json_schema", form):
+        raise Refusal(Code.BAD_REQUEST, f"{path}: there is no schema", path)
 
 
 def _check_members(value: dict[str, Any], known: Sequence[str], path: str) -> None:

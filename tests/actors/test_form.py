@@ -203,6 +203,7 @@ def test_what_would_be_lost_of_a_format_is_refused(converter: Converter) -> None
         ({"type": "regex", "regex": ""}, Code.BAD_REQUEST, ""),
         ({"type": "regex", "regex": "a", "flags": "i"}, Code.BAD_REQUEST, ".flags"),
         ({"type": "json_schema"}, Code.BAD_REQUEST, ""),
+        ({"type": "json_schema", "json_schema": {"name": "x"}}, Code.BAD_REQUEST, ""),
         ({"type": "text", "json_schema": {"schema": SCHEMA}}, Code.BAD_REQUEST, ".json_schema"),
         (7, Code.UNSUPPORTED, ""),
     ]
@@ -211,6 +212,7 @@ def test_what_would_be_lost_of_a_format_is_refused(converter: Converter) -> None
     odd = told(SCHEMA, odd=1)
     assert refused(converter, CHAT, **odd[CHAT])[1] == "response_format.json_schema.odd"
     assert refused(converter, RESPONSES, **odd[RESPONSES])[1] == "text.format.odd"
+    assert refused(converter, RESPONSES, text={"format": {"type": "json_schema", "name": "x"}})[1] == "text.format"
     assert refused(converter, RESPONSES, text={"odd": 1})[1] == "text.odd"
     assert refused(converter, MESSAGES, output_config={"odd": 1})[1] == "output_config.odd"
     described = told(SCHEMA, description="D", strict=None)
