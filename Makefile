@@ -1,10 +1,10 @@
-# Targets: up, test, check, bench. Each makes .venv first, and is quick the second time.
+# Targets: up, test, chaos, check, bench. Each makes .venv first, and is quick the second time.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: up test check bench clean help
+.PHONY: up test chaos check bench clean help
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -23,6 +23,9 @@ up: $(STAMP) ## start everything on this machine; Ctrl-C stops it
 
 test: $(STAMP) ## run all the tests
 	@$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+chaos: $(STAMP) ## two thousand fault scripts on the real actors in virtual time
+	@$(BIN)/shoal simulate --chaos --seeds 2000
 
 check: $(STAMP) ## ruff and mypy strict
 	@$(BIN)/ruff check .
