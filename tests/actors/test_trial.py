@@ -61,8 +61,9 @@ def test_a_grammar_that_crashes_what_tries_it_is_refused_and_not_tried_again(mon
 
 def test_what_tries_grammars_ends_with_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
     with contextlib.closing(fresh(monkeypatch)) as trials:
-        trials.ask("", 1.0)
+        said = trials.ask("none", 1.0)
         process = trials._process
         assert process is not None and process.poll() is None
         trials._connection.close()  # as the system does for one that is gone
         assert process.wait(30) == 0
+        assert trials.ask("none", 1.0) == said  # by another, if it was the only one to be gone
