@@ -90,7 +90,7 @@ def chaos_system(folder: Path) -> System:
 
 async def tell(ai: openai.AsyncOpenAI, kind: int, max_tokens: int) -> Told:
     """One stream. Kinds differ in seed and prompt; a third of the prompts are of some cached blocks."""
-    words = "Say something long." + " and then more" * (150 if kind % 3 == 0 else kind)
+    words = "Say something long." + " and then more" * (60 if kind % 3 == 0 else kind)
     text, gap_s, last_s = "", 0.0, 0.0
     try:
         stream = await ai.chat.completions.create(

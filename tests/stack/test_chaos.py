@@ -117,11 +117,11 @@ def test_a_stopped_process_is_found_out(stack: System) -> None:
     async def main() -> None:
         victim = stack.pid("decode")
         async with openai.AsyncOpenAI(base_url=f"{stack.http}/v1", api_key="none", max_retries=0, timeout=60) as ai:
-            running = [asyncio.create_task(tell(ai, 1, 300)) for _ in range(2)]
+            running = [asyncio.create_task(tell(ai, 1, 120)) for _ in range(2)]
             await asyncio.sleep(0.5)
             os.kill(victim, signal.SIGSTOP)
             told = await asyncio.gather(*running)
-            assert [(one.text, one.code) for one in told] == [((await tell(ai, 1, 300)).text, "")] * 2
+            assert [(one.text, one.code) for one in told] == [((await tell(ai, 1, 120)).text, "")] * 2
             await until(lambda: stack.pid("decode") != victim)
             assert not is_alive(victim)
             assert (await answer(ai, 5))[1] == ""
@@ -137,7 +137,7 @@ def test_streams_go_on_while_processes_are_killed_and_stopped_and_nothing_surviv
     system = chaos_system(tmp_path)
     try:
         outcome = asyncio.run(
-            chaos(system, num_streams=104, max_tokens=100, kills=["decode", "broker", "prefill"], pause_s=1.5)
+            chaos(system, num_streams=104, max_tokens=64, kills=["decode", "broker", "prefill"], pause_s=1.2)
         )
     finally:
         status = system.stop(signal.SIGKILL)
