@@ -43,7 +43,7 @@ class Clients(Actor):
         super().__init__(id, bus)
         self._bulk = bulk
         self.first_s: dict[str, float] = {}
-        self.last_s: dict[str, float] = {}
+        self.ended_s: dict[str, float] = {}
         self.num_tokens: dict[str, int] = {}
         self.num_cached: dict[str, int] = {}
         self.ends: dict[str, End] = {}
@@ -75,7 +75,7 @@ class Clients(Actor):
         for number, id in enumerate(emitted.request_ids):
             if count := emitted.counts[number]:
                 self.first_s.setdefault(id, now_s)
-                self.last_s[id] = now_s
+                self.ended_s[id] = now_s
                 self.num_tokens[id] = self.num_tokens.get(id, 0) + count
             if number in cached:
                 self.num_cached[id] = cached[number]
@@ -177,7 +177,7 @@ def _outcome(clients: Clients, id: str, arrival: Arrival, began_s: float, truth:
         arrival_s=arrival.at_s,
         ttft_s=first_s - began_s - arrival.at_s if is_finished else 0.0,
         unloaded_s=truth.alone_s(arrival.num_tokens, num_cached),
-        tpot_s=(clients.last_s[id] - first_s) / num_more if is_finished and num_more > 0 else None,
+        tpot_s=(clients.ended_s[id] - first_s) / num_more if is_finished and num_more > 0 else None,
         num_cached=num_cached,
         num_prompt=arrival.num_tokens,
         failed=None if is_finished else str(end.failure.code) if isinstance(end, Failed) else "cancelled",
