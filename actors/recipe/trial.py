@@ -12,15 +12,12 @@ import atexit
 import contextlib
 import functools
 import hashlib
-import os
 import random
 import re
 import resource
 import signal
-import subprocess
 import sys
-import threading
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +26,7 @@ from llguidance import LLTokenizer
 from actors.recipe.fields import Refusal
 from actors.rules.grammars import Vocabulary, follow, reason
 from schemas.failure import Code
+from supervisors.answerer import Answerer, Busy, Ended
 
 
 class Marks(NamedTuple):
@@ -64,72 +62,30 @@ _TOO_LONG = "Too complex: its patterns cannot be understood in time"
 _TOO_MUCH = "Too complex: it needs too much memory, or breaks what would understand it"
 
 
-class Trials:
-    """A process that tries one grammar after the other: started when first needed, and again after one that was its
-    end. To be asked from threads. It ends with this process, or with `close`.
-    """
+class Trials(Answerer):
+    """A process that tries one grammar after the other."""
 
     def __init__(self) -> None:
-        self._turn = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Connection
+        super().__init__(__name__)
         self._lethal: dict[bytes, str] = {}
 
     def ask(self, grammar: str, wait_s: float) -> str:
         """What `walk` says. Raises Refusal (overloaded) if its turn does not come in time, or no answer."""
         text = grammar.encode()
         digest = hashlib.sha256(text).digest()
-        if not self._turn.acquire(timeout=wait_s):
-            raise Refusal(Code.OVERLOADED, "too many schemas are being tried here: retry later")
+        if digest in self._lethal:
+            return self._lethal[digest]
         try:
-            if digest in self._lethal:
-                return self._lethal[digest]
-            if self._process is None or self._process.poll() is not None:
-                self.close()
-                self._start()
-            with contextlib.suppress(EOFError, OSError):
-                self._connection.send_bytes(text)
-                if self._connection.poll(PATIENCE_S):
-                    return self._connection.recv_bytes().decode()
-                self._kill()
-            wrong = self._lethal[digest] = self._why_ended()
+            return self.answer(text, [str(TRIAL_S)], wait_s=wait_s, patience_s=PATIENCE_S).decode()
+        except Busy:
+            raise Refusal(Code.OVERLOADED, "too many schemas are being tried here: retry later") from None
+        except Ended as ended:
+            if ended.code in (-signal.SIGKILL, -signal.SIGTERM):  # that may be another's doing
+                raise Refusal(Code.OVERLOADED, "a schema could not be tried here in time: retry later") from None
+            wrong = self._lethal[digest] = _TOO_LONG if ended.code == -signal.SIGPROF else _TOO_MUCH
             while len(self._lethal) > KEPT_LETHAL:
                 del self._lethal[next(iter(self._lethal))]
             return wrong
-        finally:
-            self._turn.release()
-
-    def close(self) -> None:
-        """End the process, if there is one."""
-        if self._process is not None:
-            self._kill()
-            self._connection.close()
-            self._process.wait()
-            self._process = None
-
-    def _start(self) -> None:
-        self._connection, theirs = Pipe()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(theirs.fileno()), str(TRIAL_S)],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # whose threads would take address space
-            )
-
-    def _kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-
-    def _why_ended(self) -> str:
-        """What to say of the grammar that it died of. Raises Refusal if that may be another's doing."""
-        code = self._process.wait() if self._process is not None else 0
-        self.close()
-        if code in (-signal.SIGKILL, -signal.SIGTERM):
-            raise Refusal(Code.OVERLOADED, "a schema could not be tried here in time: retry later")
-        return _TOO_LONG if code == -signal.SIGPROF else _TOO_MUCH
 
 
 _few, _many = Trials(), Trials()
