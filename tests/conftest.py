@@ -24,8 +24,8 @@ Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For two workers (`make test`): a file is one's alone, and so are all that start whole systems, which come first as
-    they take longest."""
+    """For two workers (`make test`): a file is one's alone, and so are all that start whole systems, which come first
+    as they take longest."""
     items.sort(key=lambda item: "stack" not in item.path.parts)
     for item in items:
         name = "stack" if "stack" in item.path.parts else str(item.path)

@@ -84,8 +84,8 @@ def test_a_replica_killed_at_its_work_is_replaced_by_another(run_async: Run) -> 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("is_seen", [True, False])
 def test_a_request_with_images_goes_on_when_its_replica_is_killed(run_async: Run, role: str, is_seen: bool) -> None:
-    """As long as vision holds the pixels, until its prompt is computed, or remembers what it saw. With cached blocks, of
-    which there are none here, it would not have to."""
+    """As long as vision holds the pixels, until its prompt is computed, or remembers what it saw. With cached blocks,
+    of which there are none here, it would not have to."""
 
     async def main() -> None:
         async with sighted(1) as eyes:

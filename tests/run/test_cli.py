@@ -13,7 +13,7 @@ from tests.actors.edge import make_card
 
 COMMANDS = ["", "up", "node", "health", "status", "chat", "eval", "checkpoint", "checkpoint make"]
 SIMULATIONS = ["simulate", "simulate experts"]
-BENCHES = ["bench", "bench bus", "bench frontend", "bench engine", "bench kv", "bench cost", "bench turns", "bench stream"]
+BENCHES = ["bench", *(f"bench {name}" for name in ("bus", "frontend", "engine", "kv", "cost", "turns", "stream"))]
 
 
 def shoal(*arguments: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
