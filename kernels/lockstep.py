@@ -15,6 +15,9 @@ from kernels.group import Group
 from kernels.model import Model
 from kernels.places import Places, check_places
 
+AHEAD = 2
+"""Layers whose weights are there twice, at most."""
+
 
 class _Plan:
     """Other places for each layer, and how far they are taken over."""
@@ -88,9 +91,10 @@ class Lockstep:
         self._plan = _Plan(version, places)
 
     def load_next(self) -> bool:
-        """Load the weights of the next layer of the plan; False when there is none. Safe beside all others."""
+        """Load the weights of the next layer of the plan, from one thread; False when there is none, or enough are
+        loaded that wait for other ranks. Safe beside all others."""
         plan = self._plan
-        if plan is None or plan.num_loaded == len(self.layers):
+        if plan is None or plan.num_loaded == len(self.layers) or self.num_ahead >= AHEAD:
             return False
         plan.loaded.append(self.layers[plan.num_loaded].load(plan.places[plan.num_loaded]))
         plan.num_loaded += 1  # last: from here on it is switched to

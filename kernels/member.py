@@ -13,9 +13,6 @@ from kernels.lockstep import Lockstep
 from kernels.places import Places
 from kernels.thread import ComputeThread
 
-_AHEAD = 2
-"""Layers whose weights are there twice, at most."""
-
 
 class LocalMember:
     """Of a LocalEngine, whose steps run in `thread`; weights are loaded in a thread of their own, beside steps."""
@@ -63,7 +60,7 @@ class LocalMember:
         lockstep = self._lockstep
         await self._thread.run(lambda: lockstep.rearrange(version, places))
         while lockstep.version < version:
-            if lockstep.num_ahead < _AHEAD and await self._loading.run(lockstep.load_next):
+            if await self._loading.run(lockstep.load_next):
                 continue
             self._has_stepped.clear()
             await self._has_stepped.wait()
