@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bus.bus import Delivery, decoder
+from bus.server import die_with_parent
 from bus.subjects import EXPERTS, PLACE_DECODE
 from run.bench.rebalance import Answer, Record, summary
 from run.client import GatewayClient, GatewayError
@@ -139,6 +140,7 @@ def _service(folder: Path, model: Path, size: int) -> Iterator[Settings]:
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C ends it through us
+            preexec_fn=die_with_parent(signal.SIGINT),  # and so does our own end, whatever that is
         )
     try:
         _tell(f"{size} ranks: starting")

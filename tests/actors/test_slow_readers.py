@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 from typing import Any
@@ -39,11 +40,9 @@ class Stalled:
         """All that comes until the end, however it ends."""
         loop, parts = asyncio.get_running_loop(), []
         async with asyncio.timeout(10):
-            try:
+            with contextlib.suppress(ConnectionError):  # it is cut off: what came before counts
                 while part := await loop.sock_recv(self.socket, 1 << 20):
                     parts.append(part)
-            except ConnectionError:
-                pass
         self.socket.close()
         return b"".join(parts)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import random
 import signal
@@ -123,10 +124,8 @@ async def disturb(system: System, chance: random.Random, pause_s: float, kills: 
 
 
 def _signal(pid: int, number: signal.Signals) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):  # it has ended already, and its successor is on its way
         os.kill(pid, number)
-    except ProcessLookupError:
-        pass  # it has ended already, and its successor is on its way
 
 
 async def chaos(system: System, *, num_streams: int, max_tokens: int, kills: list[str], pause_s: float) -> Outcome:

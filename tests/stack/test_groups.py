@@ -12,6 +12,7 @@ import pytest
 
 from bus.bus import Delivery, decoder
 from bus.subjects import BROKEN
+from run.bench.experts import CLUSTER
 from run.health import on_bus
 from schemas.experts import GroupBroken
 from schemas.message import Role
@@ -20,28 +21,6 @@ from tests.stack.conftest import System
 from tests.stack.test_chaos import CHAT, MODEL, internal_url
 
 pytestmark = pytest.mark.stack
-
-CLUSTER = """
-[[process]]
-name = "decode"
-actors = ["decode/d"]
-ep = 2
-redundant = 2
-threads = 1
-
-[[process]]
-name = "prefill"
-actors = ["prefill/p0"]
-threads = 1
-
-[[process]]
-name = "front"
-actors = [
-    "prefill-balancer/pb0", "decode-balancer/db0", "expert-balancer/xb0",
-    "entrypoint/e0", "recipe/r0", "gateway/g0",
-]
-"""
-
 
 def said(system: System) -> str:
     with openai.OpenAI(base_url=f"{system.http}/v1", api_key="none", max_retries=0) as ai:
@@ -52,7 +31,7 @@ def said(system: System) -> str:
 def test_a_group_answers_as_one_process_does_and_comes_back_from_a_rank_that_is_gone(
     stack: System, tmp_path: Path
 ) -> None:
-    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    (tmp_path / "cluster.toml").write_text(CLUSTER.format(size=2))
     system = System(tmp_path, cluster=tmp_path / "cluster.toml")
     expected = said(stack)
     broken: list[GroupBroken] = []
