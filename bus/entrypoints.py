@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
+from typing import Protocol
 
 from bus.bulk import Bulk
 from bus.bus import Bus, BusError, fail
@@ -13,6 +15,8 @@ from schemas.bulk import Payload
 from schemas.failure import Code
 from schemas.request import Cancel, CancelReason, Resend, Submit, TokensEmitted
 
+GONE = (Code.NO_RESPONDERS, Code.SHUTTING_DOWN)
+PAUSE_S = 0.1
 ASK_TIMEOUT_S = 5.0
 TRIES = 3
 """So many questions in a row without an answer, and a shard counts as lost."""
@@ -36,15 +40,18 @@ async def place(
     owner: Callable[[Collection[str]], str],
     is_over: Callable[[], bool],
     taken: Callable[[], str],
+    patience_s: float = 0.0,
 ) -> str:
     """The shard that took it: the one its id belongs to, asked again when silent, or the next one if that is gone.
 
     `owner` says whose it is, of those not tried yet; empty while none has reported itself. `taken`: who has sent tokens
-    of it already, empty if nobody has; one that has ended would begin anew if asked again. Raises BusError: the shard's
-    own, worker_lost when it stays silent, cancelled once `is_over`.
+    of it already, empty if nobody has; one that has ended would begin anew if asked again. `patience_s`: how long to
+    wait for one to be there. Raises BusError: the shard's own, worker_lost when it stays silent, cancelled once
+    `is_over`.
     """
     tried: set[str] = set()
     num_silences = 0
+    end_s = asyncio.get_running_loop().time() + patience_s
     while not is_over():
         shard = owner(tried)
         try:
@@ -52,8 +59,11 @@ async def place(
         except BusError as error:
             if sender := taken():
                 return sender
-            if shard and error.code in (Code.NO_RESPONDERS, Code.SHUTTING_DOWN):
+            if shard and error.code in GONE:
                 tried.add(shard)
+            elif error.code in GONE and asyncio.get_running_loop().time() < end_s:
+                tried.clear()
+                await asyncio.sleep(PAUSE_S)
             elif error.code is not Code.DEADLINE_EXCEEDED:
                 raise
             elif not shard:  # whoever has it now, another one would have it, too
@@ -61,6 +71,41 @@ async def place(
             elif (num_silences := num_silences + 1) == TRIES:
                 raise fail(Code.WORKER_LOST, "the entrypoint that the request belongs to is silent") from None
     raise fail(Code.CANCELLED, "the request was cancelled")
+
+
+class Submission(Protocol):
+    """What a shard is given: `text` is the prompt, and what it has of output already."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def text(self) -> bytes: ...
+    def message(self, text: Payload) -> Submit: ...
+    def patience_s(self, now_ns: int) -> float: ...
+
+
+class Request(Protocol):
+    """Who wants it computed. `shard`: who is known to have it, empty for nobody (any more)."""
+
+    shard: str
+    is_placing: bool
+    is_cancelled: bool
+
+
+async def submit(
+    bus: Bus, bulk: Bulk, request: Request, submission: Submission, owner: Callable[[Collection[str]], str]
+) -> None:
+    """Have a shard take the request, and tell it if that was cancelled meanwhile; see `place`. Raises BusError; then
+    nothing of it is left on offer."""
+    request.is_placing, patience_s = True, submission.patience_s(bus.seams.clock_ns())
+    try:
+        async with offered(bulk, submission.text) as text:
+            message, is_over = submission.message(text), lambda: request.is_cancelled
+            request.shard = await place(bus, message, owner, is_over, lambda: request.shard, patience_s)
+    finally:
+        request.is_placing = False
+    if request.is_cancelled:
+        await cancel_at(bus, request.shard, submission.id, CancelReason.CLIENT)
 
 
 async def ask_after(bus: Bus, shard: str, resend: Resend) -> TokensEmitted | None:
@@ -79,3 +124,9 @@ async def cancel_at(bus: Bus, shard: str, request_id: str, reason: CancelReason)
     cancel = Cancel(request_id=request_id, reason=reason)
     answer = await insist(bus, CANCEL.at(shard), cancel, timeout_s=ASK_TIMEOUT_S, tries=TRIES)
     return answer is not None and answer.was_running
+
+
+async def cancel_all(bus: Bus, requests: Collection[tuple[str, str]]) -> bool:
+    """The same of many, as (shard, id), that their clients want no more. True if any was running."""
+    told = [cancel_at(bus, shard, request_id, CancelReason.CLIENT) for shard, request_id in requests]
+    return any(await asyncio.gather(*told))

@@ -45,7 +45,8 @@ class Submit(Message, frozen=True):
     `prompt` holds the token ids as little-endian u32, with the model's image token at every position of `images`, which
     are in the order of their spans. `recipe` is the id of the recipe actor that wants the tokens. `exact`: compute
     everything, approximate nothing (design §5). `cache`: whose cached blocks it may use and adds to. `branches`: with
-    so many of its first tokens other prompts are likely to begin, too; ascending.
+    so many of its first tokens other prompts are likely to begin, too; ascending. `num_output`: behind the prompt come
+    so many tokens of output, of which the shard that had it has told; this one goes on from there.
     """
 
     request_id: str
@@ -59,6 +60,7 @@ class Submit(Message, frozen=True):
     exact: bool = False
     cache: str = ""
     branches: list[int] = []
+    num_output: int = 0
 
 
 class Submitted(Message, frozen=True):

@@ -188,7 +188,8 @@ class Entrypoint(Actor):
         """Look up, route and dispatch until a prefill replica has the request, it ended, or patience did."""
         with trace.use_span(span):
             try:
-                request.prompt = request.prompt or await self._bulk.unwrap(request.submit.prompt)
+                if not request.prompt:
+                    request.was_read(await self._bulk.unwrap(request.submit.prompt))
                 while request.must_be_placed():
                     if request.is_overdue(self.bus.seams.clock_ns()):
                         raise BusError(OVERDUE)

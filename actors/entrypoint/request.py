@@ -125,6 +125,12 @@ class Request:
         not all be cached."""
         return self.num_preempted >= MAX_PREEMPTIONS or bool(self.submit.images)
 
+    def was_read(self, text: bytes) -> None:
+        """What it was submitted with: its prompt, and behind it the output of which an earlier shard has told."""
+        tokens = np.frombuffer(text, "<u4")
+        num_prompt = len(tokens) - self.submit.num_output
+        self.prompt, self.tokens = tokens[:num_prompt].tobytes(), tokens[num_prompt:].tolist()
+
     def must_be_placed(self) -> bool:
         """It waits for a prefill replica."""
         return self.owner is None and self.end is None

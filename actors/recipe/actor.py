@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from msgspec import structs
 from opentelemetry import trace
 
 from actors.recipe.card import ModelCard
-from actors.recipe.converter import Converter, Draft, Prepared, load_converter
+from actors.recipe.converter import Converter, Draft, load_converter
 from actors.recipe.doors import GatewayDoor, InboxDoor
 from actors.recipe.fetch import FETCH, Fetch
 from actors.recipe.fields import Refusal
@@ -20,8 +20,10 @@ from actors.recipe.front import cancel_body, client_of, read_call, read_cancel
 from actors.recipe.images import files_of, split
 from actors.recipe.intake import Intake
 from actors.recipe.protocol import AT_ONCE
-from actors.recipe.requests import OpenRequest, OpenRequests, Outcome, refused, resends, resent, shard_of
+from actors.recipe.request import OpenRequest, Outcome, refused
+from actors.recipe.requests import OpenRequests, resends, resent, shard_of
 from actors.recipe.shards import Shards
+from actors.recipe.submission import Submission
 from actors.recipe.windows import Windows
 from actors.rules.errors import error_body
 from actors.rules.tenants import Tenants, new_id
@@ -29,7 +31,7 @@ from bus import subjects
 from bus.actor import Envelope, Handler
 from bus.bulk import Bulk
 from bus.bus import Bus, BusError, Delivery, fail
-from bus.entrypoints import ask_after, cancel_at, offered, place
+from bus.entrypoints import ask_after, cancel_all, cancel_at, submit
 from bus.fetches import Fetches
 from bus.images import AnyVision
 from bus.limits import AnyQuota
@@ -41,7 +43,6 @@ from schemas.api import Answer, Call, Probe, Probed, Protocol
 from schemas.failure import Code, Failure
 from schemas.liveness import ProcessExited
 from schemas.message import Role
-from schemas.quota import AdmitCall
 from schemas.request import Cancel, CancelAcknowledged, CancelReason, Resend, Taken, TokensEmitted
 from schemas.routing import LoadReported, ReportLoad
 from schemas.vision import ImageResolved
@@ -62,9 +63,7 @@ class Recipe(PublicActor):
 
     def __init__(self, id: str, bus: Bus, bulk: Bulk, card: ModelCard, tenants: Tenants, fetch: Fetch = FETCH) -> None:
         super().__init__(id, bus)
-        self._bulk = bulk
-        self._card = card
-        self._tenants = tenants
+        self._bulk, self._card, self._tenants = bulk, card, tenants
         self._converter: Converter  # from on_start on
         self._open = OpenRequests()
         self._intake = Intake()
@@ -97,7 +96,7 @@ class Recipe(PublicActor):
         for request in self._open:
             self._over(request, request.fail(Failure(code=Code.SHUTTING_DOWN, message="the recipe is stopping")))
             if request.shard:
-                await self.bus.tell(CANCEL.at(request.shard), Cancel(request_id=request.id))
+                await self.bus.tell(CANCEL.at(request.shard), Cancel(request_id=request.sent_as))
         await self.flush()
         if self._tasks:
             await asyncio.wait(list(self._tasks), timeout=STOP_S)  # the word to quota actors of what was used
@@ -174,9 +173,11 @@ class Recipe(PublicActor):
                     finish = functools.partial(self._converter.finish, draft, images, seed)
                     prepared = finish() if is_quick else await self.bus.seams.run_beside(finish)
                     del draft, finish  # with the files of its images
-                request.begin(self._converter, prepared, self.bus.seams.clock_ns() // 10**9)
-                await self._admit(request, call, prepared)
-                await self._submit(request, call, prepared)
+                submission = prepared.submission(call, self.id, self._tenants.cache(call.tenant))
+                request.begin(self._converter, prepared, self.bus.seams.clock_ns() // 10**9, submission)
+                if self._tenants.get(call.tenant).is_limited:
+                    await self._quota.admit(submission.admit(), lambda: request.is_cancelled)
+                await submit(self.bus, self._bulk, request, submission, functools.partial(self._owner, request.id))
             await envelope.answer(request.called(self.id, prepared.ignored))
         except (Refusal, BusError) as error:
             self._release(images)
@@ -189,30 +190,28 @@ class Recipe(PublicActor):
                 await envelope.answer(outcome.answer())
 
     def _release(self, images: list[ImageResolved]) -> None:
-        if images:
-            self.spawn(self._vision.release([(image.vision, image.pixels) for image in images]))
+        self.spawn(self._vision.release([(image.vision, image.pixels) for image in images]))
 
-    async def _admit(self, request: OpenRequest, call: Call, prepared: Prepared) -> None:
-        """Wait for the word that the tenant may have it, if it has limits. Raises BusError."""
-        if self._tenants.get(call.tenant).is_limited:
-            wanted = AdmitCall(tenant=call.tenant, request_id=request.id, num_prompt_tokens=prepared.num_prompt_tokens)
-            await self._quota.admit(wanted, lambda: request.is_cancelled)
+    def _owner(self, request_id: str, tried: Collection[str]) -> str:
+        return self._shards.owner(request_id, tried, self.now_s())
 
-    async def _submit(self, request: OpenRequest, call: Call, prepared: Prepared) -> None:
-        """Have a shard take the request. Raises BusError; then nothing of it is left on offer."""
-        async with offered(self._bulk, prepared.prompt) as prompt:
-            request.shard = await place(
-                *(self.bus, prepared.submit(call, self.id, prompt, self._tenants.cache(call.tenant))),
-                lambda tried: self._shards.owner(request.id, tried, self.now_s()),
-                lambda: request.is_cancelled,
-                lambda: request.shard,
-            )
-        if request.is_cancelled:
-            self.spawn(cancel_at(self.bus, request.shard, request.id, CancelReason.CLIENT))
+    def _move(self, request: OpenRequest, loss: Failure) -> None:
+        """Its shard is lost, and another one is to go on with it; else it ends so. Who is being placed still is so."""
+        if not self._open.move(request, self.now_s()):
+            self._over(request, request.fail(loss))
+        elif request.submission is not None and not request.is_placing:
+            self.spawn(self._go_on(request, request.submission, loss))
+
+    async def _go_on(self, request: OpenRequest, submission: Submission, loss: Failure) -> None:
+        try:
+            await submit(self.bus, self._bulk, request, submission, functools.partial(self._owner, request.id))
+        except BusError as error:
+            self._over(request, request.fail(error.failure if request.is_cancelled else loss))
+            self.wake()
 
     def on_client(self, protocol: Protocol, tenant: str, delivery: Delivery) -> None:
-        fresh_id = new_id(tenant, self.bus.seams.random.getrandbits(128))
-        call, trace_headers = read_call(protocol, tenant, delivery, fresh_id)
+        fresh_bits = self.bus.seams.random.getrandbits(128)
+        call, trace_headers = read_call(protocol, tenant, delivery, new_id(tenant, fresh_bits))
         self.enqueue(self._on_public, call, delivery._replace(headers=trace_headers), is_ask=False)
 
     def refuse_client(self, protocol: Protocol, delivery: Delivery, failure: Failure) -> None:
@@ -236,8 +235,7 @@ class Recipe(PublicActor):
         except Refusal as refusal:
             return error_body(call.protocol, refusal.failure, call.request_id)
         was_here, elsewhere = self._open.cancel(candidates, self._shards.alive(self.now_s()))
-        told = [cancel_at(self.bus, shard, request_id, CancelReason.CLIENT) for shard, request_id in elsewhere]
-        return cancel_body(id, any([was_here, *await asyncio.gather(*told)]))
+        return cancel_body(id, await cancel_all(self.bus, elsewhere) or was_here)
 
     async def _on_tokens(self, emitted: TokensEmitted, envelope: Envelope) -> Taken:
         self._apply(emitted)
@@ -249,8 +247,11 @@ class Recipe(PublicActor):
             try:
                 if outcome.is_last:
                     self._over(request, outcome)
-                elif outcome.items:
+                    continue
+                if outcome.items:
                     request.door.put(outcome.items)
+                if outcome.loss is not None:
+                    self._move(request, outcome.loss)
                 elif outcome.is_gap and not request.is_resending:
                     self._ask_after([request])
             except BusError:  # too much is held for pulling: this request gives way, the others go on
@@ -262,11 +263,10 @@ class Recipe(PublicActor):
         """The terminal event: the last items go out, and the request is forgotten."""
         if request.is_closed:
             return
-        retry_after_s = outcome.failure.retry_after_s if outcome.failure else 0.0
-        request.door.put(outcome.items, is_last=True, status=outcome.status, retry_after_s=retry_after_s)
+        request.door.put(outcome.items, is_last=True, status=outcome.status, retry_after_s=outcome.retry_after_s)
         self._close(request, outcome)
         if outcome.must_cancel is not None:
-            self.spawn(cancel_at(self.bus, request.shard, request.id, outcome.must_cancel))
+            self.spawn(cancel_at(self.bus, request.shard, request.sent_as, outcome.must_cancel))
 
     def _close(self, request: OpenRequest, outcome: Outcome) -> None:
         """Nothing more will come of it."""
@@ -277,8 +277,7 @@ class Recipe(PublicActor):
             self.spawn(self._quota.end(request.id, usage["num_output"] if usage else 0))
 
     async def _on_cancel(self, cancel: Cancel, envelope: Envelope) -> CancelAcknowledged | None:
-        request = self._open.get(cancel.request_id)
-        if request is None:
+        if (request := self._open.get(cancel.request_id)) is None:
             return CancelAcknowledged(request_id=cancel.request_id, was_running=False)
         self.spawn(self._abandon(request, cancel.reason, envelope))
         return None
@@ -288,7 +287,7 @@ class Recipe(PublicActor):
         request.is_cancelled = True
         if request.shard:
             self._close(request, request.fail(Failure(code=Code.CANCELLED, message=reason)))
-            await cancel_at(self.bus, request.shard, request.id, reason)
+            await cancel_at(self.bus, request.shard, request.sent_as, reason)
         if envelope is not None:
             await envelope.answer(CancelAcknowledged(request_id=request.id, was_running=True))
 
@@ -324,7 +323,7 @@ class Recipe(PublicActor):
         self._shards.forget(shard)
         failure = Failure(code=Code.WORKER_LOST, message=f"the entrypoint {shard} that held the request was lost")
         for request in self._open.of_shard(shard):
-            self._over(request, request.fail(failure))
+            self._move(request, failure)
         self.wake()
 
     async def _watch(self) -> None:

@@ -21,6 +21,7 @@ from actors.recipe.grammar import Asked, Grammars
 from actors.recipe.images import Source, check_room, expand, number_of
 from actors.recipe.normalise import Normal, normalise, parse
 from actors.recipe.protocol import REQUESTS
+from actors.recipe.submission import Submission
 from actors.recipe.trial import Marks
 from actors.rules.vocabulary import ragged, vocabulary
 from schemas.api import Call, Protocol
@@ -67,13 +68,13 @@ class Prepared:
     echo: Any = None
     namespaces: Any = None
 
-    def submit(self, call: Call, recipe: str, prompt: Payload, cache: str) -> Submit:
-        """The message that gives the request to an entrypoint shard."""
-        return Submit(
+    def submission(self, call: Call, recipe: str, cache: str) -> Submission:
+        """What gives the request to an entrypoint shard."""
+        submit = Submit(
             request_id=call.request_id,
             recipe=recipe,
             tenant=call.tenant,
-            prompt=prompt,
+            prompt=Payload(),
             num_prompt_tokens=self.num_prompt_tokens,
             sampling=self.sampling,
             limits=Limits(max_tokens=self.max_tokens, deadline_ns=call.deadline_ns, min_tokens=self.min_tokens),
@@ -82,6 +83,7 @@ class Prepared:
             cache=cache,
             branches=self.branches,
         )
+        return Submission(submit, self.prompt)
 
     def attributes(self) -> dict[str, str | int | float | bool]:
         """For the span (GenAI conventions, spec bus.md §3.1)."""

@@ -1,34 +1,19 @@
-"""The open requests of a recipe: whose they are, how far they are, which of them have gone silent."""
+"""The open requests of a recipe: whose they are, which of them have gone silent, and what shards say of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.trace import Span, StatusCode
 
-from actors.recipe.converter import Converter, Prepared
-from actors.recipe.doors import Door, GatewayDoor, InboxDoor
+from actors.recipe.doors import Door, GatewayDoor
 from actors.recipe.fields import Refusal
-from actors.recipe.session import Session
-from actors.rules.errors import error_body, status
-from actors.rules.logprobs import cut
-from schemas.api import Answer, Call, Called, Protocol
+from actors.recipe.request import OpenRequest, Outcome
+from actors.recipe.submission import ids as ids_of
+from schemas.api import Call
 from schemas.failure import Code, Failure
-from schemas.request import (
-    Cancelled,
-    CancelReason,
-    End,
-    Failed,
-    FinishReason,
-    Preempted,
-    Resend,
-    TokenLogprobs,
-    TokensEmitted,
-)
+from schemas.request import CancelReason, Failed, LastWord, Preempted, Resend, TokensEmitted
 
 tracer = trace.get_tracer("shoal")
 
@@ -47,176 +32,12 @@ RESEND_REQUESTS = 64
 """Requests in one question."""
 
 
-class Outcome(NamedTuple):
-    """What became of some tokens. The request is over with `is_last`; `must_cancel`: its shard does not know that."""
-
-    items: list[bytes] = []
-    is_last: bool = False
-    status: int = 200
-    failure: Failure | None = None
-    reason: str = ""
-    must_cancel: CancelReason | None = None
-    is_gap: bool = False
-
-    def answer(self) -> Answer:
-        """The same to a gateway, for a request that has not begun. Only for a failure."""
-        assert self.failure is not None
-        return Answer(status=self.status, body=self.items[-1], failure=self.failure)
-
-
-def refused(call: Call, failure: Failure) -> Answer:
-    """The answer to a call that failed before anything was generated."""
-    return Answer(status=status(failure), body=error_body(call.protocol, failure, call.request_id), failure=failure)
-
-
-@dataclass(slots=True, eq=False)
-class OpenRequest:
-    """One request from its arrival to its terminal event. Times are in seconds of the loop's clock."""
-
-    id: str
-    protocol: Protocol
-    door: Door
-    span: Span
-    started_s: float
-    last_event_s: float
-    session: Session | None = None
-    model: str = ""
-    num_prompt_tokens: int = 0
-    shard: str = ""
-    next_index: int = 0
-    num_seen: int = 0
-    is_end_seen: bool = False
-    is_resending: bool = False
-    is_cancelled: bool = False
-    is_closed: bool = False
-    first_token_s: float = 0.0
-    created_s: int = 0
-
-    def begin(self, converter: Converter, prepared: Prepared, created_s: int) -> None:
-        """The request is understood."""
-        self.session = Session(converter, prepared, self.id, created_s)
-        self.created_s = created_s
-        self.model = prepared.model
-        self.num_prompt_tokens = prepared.num_prompt_tokens
-        if isinstance(self.door, InboxDoor):
-            self.door.is_stream = prepared.is_stream
-        self.span.set_attributes(prepared.attributes())
-
-    def close(self, outcome: Outcome, now_s: float) -> dict[str, Any] | None:
-        """End the span; what to record of the request, if it was understood. None the second time."""
-        if self.is_closed:
-            return None
-        self.is_closed = True
-        self.door.close()
-        num_output, num_cached = (self.session.num_tokens, self.session.num_cached) if self.session else (0, 0)
-        error = outcome.failure.code if outcome.failure else ""
-        self.span.set_attribute("gen_ai.usage.output_tokens", num_output)
-        self.span.set_attribute("gen_ai.usage.cache_read.input_tokens", num_cached)
-        self.span.set_attribute("gen_ai.response.finish_reasons", [outcome.reason])
-        if outcome.failure is not None:
-            self.span.set_attribute("error.type", error)
-            self.span.set_status(StatusCode.ERROR, outcome.failure.message)
-        self.span.end()
-        if self.session is None:
-            return None
-        return {
-            "model": self.model,
-            "duration_s": now_s - self.started_s,
-            "first_token_s": self.first_token_s - self.started_s if self.first_token_s else 0.0,
-            "num_input": self.num_prompt_tokens,
-            "num_cached": num_cached,
-            "num_output": num_output,
-            "error": error,
-        }
-
-    def apply(
-        self,
-        first_index: int,
-        tokens: list[int],
-        end: End | None,
-        now_s: float,
-        num_cached: int = 0,
-        logprobs: TokenLogprobs | None = None,
-    ) -> Outcome:
-        """Take tokens, and maybe the end, from the shard. Repeated ones are skipped; a gap changes nothing.
-
-        `num_cached`: of the prompt's tokens, with the first of the answer's. `logprobs`: of the tokens.
-        """
-        self.last_event_s = now_s
-        self.num_seen = max(self.num_seen, first_index + len(tokens))
-        self.is_end_seen = self.is_end_seen or end is not None
-        known = self.next_index - first_index
-        if known < 0:
-            return Outcome(is_gap=True)
-        new = tokens[known:] if known else tokens
-        session = self.session
-        if session is None:
-            return Outcome()
-        items: list[bytes] = []
-        if self.next_index == 0:
-            session.num_cached = num_cached
-        try:
-            if new:
-                self.next_index += len(new)
-                self.first_token_s = self.first_token_s or now_s
-                items = session.push(new, logprobs and cut(logprobs, known, len(tokens)))
-                if session.is_stopped:
-                    reason = CancelReason.STOP_SEQUENCE if end is None else None
-                    return Outcome(
-                        items + session.finish(FinishReason.STOP, self._unix_s()),
-                        True,
-                        reason="stop",
-                        must_cancel=reason,
-                    )
-            if end is None:
-                return Outcome(items)
-            return self._end(items, session, end)
-        except Refusal as refusal:
-            return self.fail(refusal.failure, must_cancel=CancelReason.CLIENT)
-
-    def _end(self, items: list[bytes], session: Session, end: End) -> Outcome:
-        if isinstance(end, Failed):
-            return self.fail(end.failure, items)
-        if isinstance(end, Cancelled):
-            return self.fail(Failure(code=Code.CANCELLED, message="the request was cancelled"), items)
-        return Outcome(items + session.finish(end.reason, self._unix_s()), True, reason=end.reason.value)
-
-    def fail(
-        self, failure: Failure, items: list[bytes] | None = None, *, must_cancel: CancelReason | None = None
-    ) -> Outcome:
-        """The outcome of a request that ends in a failure, after these events."""
-        last = self.session.fail(failure) if self.session else error_body(self.protocol, failure, self.id)
-        return Outcome([*(items or []), last], True, status(failure), failure, "error", must_cancel)
-
-    @property
-    def num_gathered(self) -> int:
-        """Logprobs kept for the end of its answer."""
-        return self.session.num_gathered if self.session else 0
-
-    def is_for(self, inbox: str) -> bool:
-        """Whether its client listens there."""
-        return isinstance(self.door, InboxDoor) and self.door.inbox == inbox
-
-    def called(self, recipe: str, ignored: list[str]) -> Called:
-        """The word to a gateway that items will follow."""
-        is_stream = self.session is not None and self.session.is_stream
-        return Called(recipe=recipe, request_id=self.id, is_stream=is_stream, ignored=ignored)
-
-    def _unix_s(self) -> int:
-        """Unix time of the last event: `created_s` is that of the first."""
-        return self.created_s + int(self.last_event_s - self.started_s)
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether tokens or an end have been heard of that are not here."""
-        return self.is_end_seen or self.num_seen > self.next_index
-
-
 class OpenRequests:
     """All of them, by id."""
 
     def __init__(self) -> None:
         self._by_id: dict[str, OpenRequest] = {}
+        self._sent: dict[str, OpenRequest] = {}
         self._strays: dict[str, float] = {}
 
     def __len__(self) -> int:
@@ -238,8 +59,18 @@ class OpenRequests:
         """A new one, whose id is free; its span continues the trace of `context`."""
         span = tracer.start_span("recipe", context=context, attributes={"shoal.request.id": call.request_id})
         request = OpenRequest(call.request_id, call.protocol, door, span, started_s=now_s, last_event_s=now_s)
-        self._by_id[request.id] = request
+        self._by_id[request.id] = self._sent[request.id] = request
         return request
+
+    def move(self, request: OpenRequest, now_s: float) -> bool:
+        """Its shard is lost: it has none. False if it cannot go to another one (any more)."""
+        submission, before = request.submission, request.sent_as
+        if not request.is_placing and (submission is None or not submission.move()):
+            return False
+        self._sent[request.sent_as] = self._sent.pop(before)
+        request.shard, request.last_event_s = "", now_s
+        request.num_seen, request.is_end_seen = request.next_index, False
+        return True
 
     def cancel(self, ids: list[str], shards: list[str]) -> tuple[bool, list[tuple[str, str]]]:
         """Mark those that are here; (shard, id) of whom to tell: its own shard, or all where that is not known."""
@@ -248,14 +79,17 @@ class OpenRequests:
             request = self._by_id.get(id)
             if request is not None:
                 was_here = request.is_cancelled = True
-            told += [(shard, id) for shard in ([request.shard] if request and request.shard else shards)]
+            if request is not None and request.shard:
+                told.append((request.shard, request.sent_as))
+            else:
+                told += [(shard, sent) for shard in shards for sent in ids_of(id)]
         return was_here, told
 
     def remove(self, request: OpenRequest) -> bool:
         """False if it was not here any more."""
         if self._by_id.get(request.id) is not request:
             return False
-        del self._by_id[request.id]
+        del self._by_id[request.id], self._sent[request.sent_as]
         return True
 
     def of_gateway(self, gateway: str) -> list[OpenRequest]:
@@ -283,13 +117,14 @@ class OpenRequests:
             zip(emitted.request_ids, emitted.first_indexes, emitted.counts, strict=True)
         ):
             stop = start + count
-            request = self._by_id.get(id)
+            request = self._sent.get(id)
             if request is not None:
                 # Tokens may overtake the answer to Submit.
                 request.shard = request.shard or shard_of(emitted)
-                new = tokens[start:stop]
-                outcome = request.apply(first, new, ends.get(i), now_s, cached.get(i, 0), said.get(i))
-                outcomes.append((request, outcome))
+                new, loss = tokens[start:stop], loss_of(ends.get(i), emitted.epochs[i])
+                end = None if loss else ends.get(i)
+                outcome = request.apply(first, new, end, now_s, cached.get(i, 0), said.get(i))
+                outcomes.append((request, outcome._replace(loss=loss)))
             elif i not in ends and now_s - self._strays.get(id, -SILENCE_S) >= SILENCE_S:
                 unknown.append(id)
             start = stop
@@ -312,7 +147,7 @@ def resends(requests: list[OpenRequest]) -> Iterator[tuple[str, list[OpenRequest
             some = all_of_it[start : start + RESEND_REQUESTS]
             for request in some:
                 request.is_resending = True
-            ids, indexes = [r.id for r in some], [r.next_index for r in some]
+            ids, indexes = [r.sent_as for r in some], [r.next_index for r in some]
             yield shard, some, Resend(request_ids=ids, first_indexes=indexes, epochs=[0] * len(some))
 
 
@@ -322,6 +157,15 @@ def resent(requests: list[OpenRequest]) -> None:
         request.is_resending = False
         if request.is_behind:
             request.last_event_s = float("-inf")
+
+
+def loss_of(end: LastWord | None, epoch: int) -> Failure | None:
+    """Whether it is the end at this shard only, which does not know it (it was asked without an epoch), or stops."""
+    if not isinstance(end, Failed):
+        return None
+    code = end.failure.code
+    is_loss = code is Code.SHUTTING_DOWN or (code is Code.WORKER_LOST and not epoch)
+    return end.failure if is_loss else None
 
 
 def shard_of(emitted: TokensEmitted) -> str:

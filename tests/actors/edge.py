@@ -94,7 +94,7 @@ class FakeEntrypoint(Actor):
         if self.submitted.get(submit.request_id) == submit:
             return Submitted(shard=self.id)
         self.submitted[submit.request_id] = submit
-        self.held[submit.request_id] = ([], None)
+        self.held[submit.request_id] = (output_of(submit), None)
         if not self.is_silent:
             self.spawn(self._generate(submit))
         self.news.set()
@@ -104,7 +104,7 @@ class FakeEntrypoint(Actor):
         if 0 < submit.limits.deadline_ns <= self.bus.seams.clock_ns():
             late = Failure(code=Code.DEADLINE_EXCEEDED, message="too late", field="deadline")
             await self.emit(submit.request_id, [], Failed(failure=late))
-        for token in self.answer[: submit.limits.max_tokens]:
+        for token in self.answer[submit.num_output : submit.limits.max_tokens]:
             await self.emit(submit.request_id, [token])
         is_cut = len(self.answer) > submit.limits.max_tokens
         reason = FinishReason.LENGTH if is_cut else FinishReason.STOP
@@ -166,6 +166,11 @@ class FakeEntrypoint(Actor):
             while not condition():
                 self.news.clear()
                 await self.news.wait()
+
+
+def output_of(submit: Submit) -> list[int]:
+    """What it says was told of it already."""
+    return memoryview(submit.prompt.inline).cast("I").tolist()[submit.num_prompt_tokens :]
 
 
 @dataclass

@@ -73,7 +73,7 @@ def test_where_others_branch_off(
     def ask(text: str) -> tuple[list[int], list[int]]:
         asked = {**fields, field: [*fields[field], {"role": "user", "content": text}]}
         made = prepared(converter, protocol, json.dumps({"model": "tiny", **asked}).encode())
-        assert made.submit(Call(1, "g", protocol, Payload()), "rc", Payload(), "").branches == made.branches
+        assert made.submission(Call(1, "g", protocol, Payload()), "rc", "").message(Payload()).branches == made.branches
         return np.frombuffer(made.prompt, dtype="<u4").tolist(), made.branches
 
     (first, branches), (second, others) = ask("Why?"), ask("<｜User｜>Because of what?")
@@ -147,7 +147,7 @@ def test_the_least_an_answer_has(converter: Converter, protocol: Protocol) -> No
     assert prepare(converter, protocol, min_tokens=9, **{most: 9}).min_tokens == 9
     assert prepare(converter, protocol, ignore_eos=True, min_tokens=2, **{most: 9}).min_tokens == 9
     least = prepare(converter, protocol, min_tokens=3)
-    assert least.submit(Call(1, "g", protocol, Payload()), "rc", Payload(), "").limits.min_tokens == 3
+    assert least.submission(Call(1, "g", protocol, Payload()), "rc", "").message(Payload()).limits.min_tokens == 3
     free = prepare(converter, protocol, ignore_eos=True)
     assert free.min_tokens == free.max_tokens > 1000
     few = refused(converter, protocol, json.dumps(body(protocol, min_tokens=10, **{most: 9})).encode())

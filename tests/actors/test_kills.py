@@ -7,11 +7,14 @@ test_image_faults.py (vision), test_quota_actor.py (quota).
 from __future__ import annotations
 
 import asyncio
+from array import array
 
 import pytest
+from msgspec import structs
 
-from bus.subjects import EXITED
+from bus.subjects import EXITED, SUBMIT
 from run.virtual import run_virtual
+from schemas.bulk import Payload
 from schemas.liveness import ProcessExited
 from schemas.request import Finished, FinishReason, Submit
 from tests.actors.cached import Cached, ask, cached, prompt
@@ -109,3 +112,31 @@ def test_all_end_within_the_bound_and_nothing_is_left(
     run_virtual(main())
 
 
+@pytest.mark.parametrize("id", ["e0", "e1"])
+@pytest.mark.parametrize("at_s", [0.003, 0.06])
+def test_another_shard_goes_on_behind_what_was_told(id: str, at_s: float, expected: list[list[int]]) -> None:
+    """As a recipe asks of it, when the one that had a request is lost; who worked for that one lets go."""
+
+    async def main() -> None:
+        async with cached() as system:
+            for one in asked("r"):
+                await system.send(one)
+            await asyncio.sleep(at_s)
+            system.kill("entrypoint/e0")
+            await system.add_entrypoint(id)
+            for one in asked("r"):
+                told = system.listener.tokens.setdefault(one.request_id, [])
+                moved = f"{one.request_id}-1"
+                system.listener.tokens[moved] = list(told)
+                text = Payload(inline=one.prompt.inline + array("I", told).tobytes())
+                submit = structs.replace(one, request_id=moved, prompt=text, num_output=len(told))
+                await system.listener.bus.ask(SUBMIT.at(id), submit, timeout_s=5)
+            async with asyncio.timeout(BOUND_S):
+                await asyncio.gather(*(system.listener.over(f"r{i}-1").wait() for i in range(NUM)))
+            assert [system.listener.tokens[f"r{i}-1"] for i in range(NUM)] == expected
+            assert [system.listener.ends[f"r{i}-1"] for i in range(NUM)] == [LENGTH] * NUM
+            assert any(system.listener.tokens[f"r{i}"] for i in range(NUM)) == (at_s > 0.01)
+            held_by_the_dead = {"entrypoint"} if id == "e1" else set()
+            assert set(await quiet(system, BOUND_S)) <= held_by_the_dead
+
+    run_virtual(main())

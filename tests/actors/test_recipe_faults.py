@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from actors.recipe import requests
 from actors.recipe.card import ModelCard
-from bus.bus import Delivery
+from actors.recipe.requests import OpenRequests
+from actors.recipe.submission import MAX_MOVES
+from bus.bus import Bus, Delivery
 from bus.memory import MemoryBroker, MemoryWire
 from bus.subjects import EXITED, LOAD, RECIPE_TOKENS
+from schemas.api import Protocol
 from schemas.failure import Code, Failure
 from schemas.liveness import ProcessExited
 from schemas.message import Role
 from schemas.request import CancelReason, Failed, Finished, FinishReason, TokensEmitted
-from schemas.routing import LoadReported
-from tests.actors.edge import CHAT, STOP, STREAM, FakeEntrypoint, content, edge, silent, submitted
+from tests.actors.edge import CHAT, STOP, STREAM, FakeEntrypoint, content, edge, output_of, silent, submitted
 from tests.conftest import Run
 
 
@@ -94,18 +98,86 @@ def test_a_lost_end_is_found(run_async: Run, card: ModelCard, monkeypatch: pytes
     run_async(main())
 
 
-def test_a_shard_that_forgot(run_async: Run, card: ModelCard) -> None:
-    """A restarted shard says so of the requests it does not know."""
+@pytest.mark.parametrize("num_told", [0, 2])
+@pytest.mark.parametrize("how", ["forgets", "dies", "stops"])
+def test_what_a_shard_loses_goes_on(run_async: Run, card: ModelCard, how: str, num_told: int) -> None:
+    """A restarted shard says so of the requests it does not know; one that stops, of all it has; of a dead one its
+    supervisor does."""
 
+    async def main() -> None:
+        async with silent(card) as system:
+            first, bus = system.entrypoint, system.gateway.bus
+            client = await system.client()
+            await client.send(CHAT, STREAM)
+            [id] = await submitted(first)
+            await first.emit(id, first.answer[:num_told])
+            request = system.recipe._open.get(id)
+            while request is not None and request.next_index < num_told:
+                await asyncio.sleep(0.01)
+            if how == "stops":
+                await first.emit(id, [], Failed(failure=Failure(code=Code.SHUTTING_DOWN, message="stops")))
+            if how == "forgets":
+                del first.held[id]
+                await bus.tell(LOAD.at(Role.ENTRYPOINT), structs.replace(first.load(), incarnation="new"))
+            if how == "dies":
+                await system.kill("e")
+                exited = ProcessExited(name="front", pid=bus.seams.pid, members=["entrypoint/e0"])
+                await bus.tell(EXITED.all(), exited)
+                await asyncio.sleep(0.05)
+                new = Bus(MemoryWire(system.broker))
+                await new.open()
+                first = FakeEntrypoint("e1", new, first.answer)
+                first.is_silent = True
+                await system.start("e1", first)
+            await first.until(lambda: f"{id}-1" in first.submitted)
+            moved = first.submitted[f"{id}-1"]
+            assert output_of(moved) == first.answer[:num_told] and moved.num_output == num_told
+            late = TokensEmitted(
+                source="entrypoint/e0", request_ids=[id], epochs=[1], first_indexes=[num_told], counts=[1], tokens=[999]
+            )
+            await bus.tell(RECIPE_TOKENS.at("rc0"), late)  # what it had is another's now
+            await first.emit(f"{id}-1", first.answer[num_told:], STOP)
+            events = await client.all()
+            assert content(events) == "Hello there!"
+            assert events[-1]["usage"]["completion_tokens"] == len(first.answer)
+            assert len(system.recipe._open) == 0
+
+    run_async(main())
+
+
+def test_a_request_moves_so_often_and_then_it_ends(run_async: Run, card: ModelCard) -> None:
+    async def main() -> None:
+        async with silent(card) as system:
+            client = await system.client()
+            await client.send(CHAT, STREAM)
+            for number in range(MAX_MOVES + 1):
+                id = (await submitted(system.entrypoint, number + 1))[-1]
+                await system.entrypoint.emit(id, [], Failed(failure=Failure(code=Code.SHUTTING_DOWN, message="stops")))
+            assert (await client.all())[0]["error"]["code"] == "shutting_down"
+            assert len(system.entrypoint.submitted) == MAX_MOVES + 1
+
+    run_async(main())
+
+
+@pytest.mark.parametrize("is_elsewhere", [True, False])
+def test_a_moved_request_is_cancelled_by_its_first_id(run_async: Run, card: ModelCard, is_elsewhere: bool) -> None:
     async def main() -> None:
         async with silent(card) as system:
             client = await system.client()
             await client.send(CHAT, STREAM)
             [id] = await submitted(system.entrypoint)
-            del system.entrypoint.held[id]
-            report = LoadReported(role=Role.ENTRYPOINT, id="e0", incarnation="new", seq=1, pid=1, host="h")
-            await system.entrypoint.bus.tell(LOAD.at(Role.ENTRYPOINT), report)
-            assert (await client.all())[0]["error"]["code"] == "worker_lost"
+            await system.entrypoint.emit(id, [], Failed(failure=Failure(code=Code.SHUTTING_DOWN, message="stops")))
+            await submitted(system.entrypoint, 2)
+            open_here = system.recipe._open
+            if is_elsewhere:  # this recipe is another one meanwhile
+                system.recipe._open = OpenRequests()
+            canceller = await system.client()
+            canceller.name = client.name + ".x"
+            await canceller.wire.subscribe(canceller.name, canceller.on_delivery)
+            await canceller.send(Protocol.CANCEL, {"id": id})
+            assert json.loads(await canceller.next())["cancelled"] is True
+            system.recipe._open = open_here
+            assert list(system.entrypoint.cancelled) == [f"{id}-1"]
 
     run_async(main())
 
@@ -146,6 +218,7 @@ def test_a_shard_that_is_silent_is_lost_but_not_while_the_broker_is_away(
     monkeypatch.setattr(requests, "SILENCE_S", 0.02)
     monkeypatch.setattr("bus.entrypoints.ASK_TIMEOUT_S", 0.02)
     monkeypatch.setattr("actors.recipe.actor.WATCH_S", 0.02)
+    monkeypatch.setattr("actors.recipe.submission.MAX_MOVES", 0)
 
     async def main() -> None:
         broker = Losing(is_away=is_away)
@@ -167,7 +240,11 @@ def test_a_shard_that_is_silent_is_lost_but_not_while_the_broker_is_away(
 
 
 @pytest.mark.parametrize("has_begun", [True, False])
-def test_a_shard_that_died(run_async: Run, card: ModelCard, has_begun: bool) -> None:
+def test_a_shard_that_died_and_no_other_one_comes(
+    run_async: Run, card: ModelCard, has_begun: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actors.recipe.submission.PATIENCE_S", 0.2)
+
     async def main() -> None:
         async with silent(card) as system:
             client = await system.client()

@@ -1,0 +1,71 @@
+"""One request as entrypoint shards get it: all that another one needs to go on with it, should its own be lost."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from msgspec import structs
+
+from schemas.bulk import Payload
+from schemas.quota import AdmitCall
+from schemas.request import Submit
+
+MAX_MOVES = 3
+"""A request goes to so many other shards at most: it may be what they died of."""
+
+PATIENCE_S = 20.0
+"""A process is started anew within this time."""
+
+
+def ids(request_id: str) -> list[str]:
+    """All that a shard may know a request by."""
+    return [_id(request_id, number) for number in range(MAX_MOVES + 1)]
+
+
+def _id(request_id: str, number: int) -> str:
+    return f"{request_id}-{number}" if number else request_id
+
+
+class Submission:
+    """Its prompt, and the output so far. Each shard gets it under an id of its own, so that nothing which the one
+    before, or whoever worked for that, still says or does is taken for the new one's.
+    """
+
+    def __init__(self, submit: Submit, prompt: bytes) -> None:
+        self.id = submit.request_id
+        self._submit, self._prompt = submit, prompt
+        self._output = array("I")
+        self._num_moves = 0
+
+    def emitted(self, tokens: Sequence[int]) -> None:
+        """These came, behind all that came before."""
+        self._output.extend(tokens)
+
+    def move(self) -> bool:
+        """It is for another shard now, as another one. False, and nothing changes, if it was moved too often."""
+        if self._num_moves == MAX_MOVES:
+            return False
+        self._num_moves += 1
+        self.id = _id(self._submit.request_id, self._num_moves)
+        return True
+
+    def patience_s(self, now_ns: int) -> float:
+        """How long to wait for a shard to be there: the first one is, or there is none."""
+        deadline_ns = self._submit.limits.deadline_ns
+        left_s = max(deadline_ns - now_ns, 0) / 1e9 if deadline_ns else PATIENCE_S
+        return min(PATIENCE_S, left_s) if self._num_moves else 0.0
+
+    def admit(self) -> AdmitCall:
+        """What asks whether its tenant may have it."""
+        one = self._submit
+        return AdmitCall(tenant=one.tenant, request_id=one.request_id, num_prompt_tokens=one.num_prompt_tokens)
+
+    @property
+    def text(self) -> bytes:
+        """The prompt, and behind it the output, token ids as little-endian u32."""
+        return self._prompt + self._output.tobytes()
+
+    def message(self, text: Payload) -> Submit:
+        """What gives it to a shard. `text` as it is now."""
+        return structs.replace(self._submit, request_id=self.id, prompt=text, num_output=len(self._output))
