@@ -17,7 +17,7 @@ from actors.entrypoint.shard import News, Shard
 from actors.rules.outbox import Outbox
 from actors.rules.spans import end_span
 from bus import subjects
-from bus.actor import Actor, Envelope, Handler
+from bus.actor import GRACE_S, LAST_S, Actor, Envelope, Handler
 from bus.bulk import Bulk
 from bus.bus import Bus, BusError, fail
 from bus.courier import Courier
@@ -47,14 +47,12 @@ DISPATCH_S = 10.0
 """Longer than a prefill replica may take to pull a long prompt."""
 
 WATCH_S = 1.0
-FRESH_S = 5.0
-"""A look-up older than this is made again before a replica is given its result."""
 
 
 class Entrypoint(Actor):
     """See `shard.py` and `request.py` for the decisions; here is only who is asked and told."""
 
-    role = Role.ENTRYPOINT
+    role, last_s = Role.ENTRYPOINT, LAST_S
 
     def __init__(self, id: str, bus: Bus, bulk: Bulk) -> None:
         super().__init__(id, bus)
@@ -87,9 +85,18 @@ class Entrypoint(Actor):
         self.spawn(self._watch())
 
     async def on_stop(self) -> None:
-        for request in list(self.shard.live()):
-            self._end(request, failed(Failure(code=Code.SHUTTING_DOWN, message="the system is stopping")))
+        await self._end_all()
         await self.flush()
+
+    async def drain(self, grace_s: float = GRACE_S) -> None:
+        await super().drain(grace_s)
+        self.spawn(self._end_all(grace_s))
+
+    async def _end_all(self, grace_s: float = 0.0) -> None:
+        """Their recipes give them to another shard, if there is one."""
+        await asyncio.sleep(grace_s)
+        for request in list(self.shard.live()):
+            self._end(request, failed(Failure(code=Code.SHUTTING_DOWN, message=f"entrypoint {self.id} stops")))
 
     @property
     def is_drained(self) -> bool:
@@ -172,9 +179,8 @@ class Entrypoint(Actor):
             self.spawn(self._finder.describe(report.id))
 
     async def _on_exited(self, exited: ProcessExited, envelope: Envelope) -> None:
-        for role in (Role.PREFILL, Role.DECODE):
-            for id in exited.ids(role):
-                self._lose(Owner(role, id), f"the process {exited.name} ended", exited.pid)
+        for owner in [Owner(role, id) for role in (Role.PREFILL, Role.DECODE) for id in exited.ids(role)]:
+            self._lose(owner, f"the process {exited.name} ended", exited.pid)
         self._vision.on_exited(exited)
         self._finder.peers.exited(exited)
 
@@ -198,10 +204,7 @@ class Entrypoint(Actor):
                     await self._finder.look_up(request)
                     await self._encode(request)  # before a replica is chosen: no reservation waits for images
                     await place(
-                        self.bus,
-                        ROUTE_PREFILL,
-                        RELEASE_PREFILL,
-                        request.route(),
+                        *(self.bus, ROUTE_PREFILL, RELEASE_PREFILL, request.route()),
                         lambda routed: self._dispatch(request, routed),
                         patience_s=RESUMED_PATIENCE_S if request.tokens else ROUTE_PATIENCE_S,
                         is_over=lambda: request.end is not None,
@@ -231,8 +234,7 @@ class Entrypoint(Actor):
 
     async def _dispatch(self, request: Request, routed: Routed) -> bool:
         """Give the request to a replica. Whether it took it; raises BusError when none ever can."""
-        if request.is_plan_older(FRESH_S, self.now_s()):
-            await self._finder.look_up(request)
+        await self._finder.refresh(request)
         await self._encode(request)  # seldom any: lost ones, or those behind a start that has moved
         prompt = await self._bulk.wrap(request.text)
         try:

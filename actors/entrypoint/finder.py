@@ -13,6 +13,9 @@ from schemas.cache import BlocksFound, FindBlocks
 
 T = TypeVar("T")
 
+FRESH_S = 5.0
+"""What was found is true for so long."""
+
 
 class Lookups(Protocol):
     """The way to metadata shards and prefill replicas: see bus/lookup.py."""
@@ -54,6 +57,11 @@ class Finder:
             names = work() if request.num_tokens <= INLINE_TOKENS else await self._seams.run_beside(work)
         found = await self._find(request, names)
         request.was_looked_up(names, plan(names, found, request.num_bounded), self._now_s())
+
+    async def refresh(self, request: Request) -> None:
+        """The same before a replica is given the result, if that is old."""
+        if request.is_plan_older(FRESH_S, self._now_s()):
+            await self.look_up(request)
 
     async def _find(self, request: Request, names: Names) -> Found:
         """What is there of these blocks. Of a single one nothing could be restored: nobody is asked."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from actors.entrypoint.actor import FRESH_S
+from actors.entrypoint.finder import FRESH_S
 from actors.rules.chain import BLOCK_TOKENS, root
 from bus.actor import HEARTBEAT_S
 from bus.lookup import DESCRIBE_S, LOOKUP_S

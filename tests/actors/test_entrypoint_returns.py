@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
-from actors.entrypoint.actor import FRESH_S
+from actors.entrypoint.finder import FRESH_S
 from actors.rules.chain import Span, chain, root
 from actors.vision.actor import Vision
 from bus.subjects import CANCEL, SHORTENED, TOKENS
