@@ -15,10 +15,9 @@ from opentelemetry import trace
 
 from actors.decode.blocks import Filling
 from actors.decode.grammar import Grammars
-from actors.decode.pressure import relieve
+from actors.decode.pressure import may_want, relieve
 from actors.decode.slots import Generation, Slots
 from actors.decode.telling import Telling, Totals
-from actors.rules.outbox import Outbox
 from actors.rules.ring import Ring
 from actors.rules.spans import end_span
 from bus.actor import GRACE_S, LAST_S, Actor, Envelope, Handler
@@ -76,9 +75,8 @@ class Decode(Actor):
         self._grammars = Grammars(tokenizer, info.vocab_size, info.eos_token)
         self.slots = Slots(info.num_slots, info.capacity_tokens, info.max_tokens)
         self._arrivals: list[tuple[Generation, bytes, asyncio.Future[str]]] = []
-        self._outbox = Outbox(f"{self.role}/{id}")
-        self._telling = Telling(self._outbox)
-        self._courier = Courier(bus, TOKENS, self._outbox, self.wake, self._abandon)
+        self._telling = Telling(f"{self.role}/{id}", self.wake)
+        self._courier = Courier(bus, TOKENS, self._telling, self.wake, self._abandon)
         self.keeper = Keeper(bus, bulk, f"{self.role}/{id}", Ring, self.spawn, snapshot_bytes)
         self._leaving = Leaving(bus, bulk, self.spawn, self._on_called)
         self._totals = Totals()
@@ -135,7 +133,7 @@ class Decode(Actor):
 
     @property
     def is_drained(self) -> bool:
-        return self._leaving.is_gone(len(self.slots)) and self._outbox.is_idle(self.now_s()) and self.keeper.is_idle
+        return self._leaving.is_gone(len(self.slots)) and self._telling.is_idle(self.now_s()) and self.keeper.is_idle
 
     # Arriving
 
@@ -255,28 +253,32 @@ class Decode(Actor):
         """The only caller of the engine."""
         while True:
             await self._ranks.turn(self._has_work)
-            for generation in self.slots:
-                if generation.end is not None:
-                    await self._let_go(generation)
-            await self._see_off()
+            for generation in self.slots.over():
+                await self._let_go(generation)
+            if self.is_draining:
+                await self._see_off()
             waiting = await self._make_room()
-            await self._restore_arrivals()
+            if self._arrivals:
+                await self._restore_arrivals()
             running = self.slots.running()
-            batch = [g for g in running if not self._outbox.is_backlogged(g.offer.entrypoint) and g not in waiting]
+            batch = [g for g in running if not self._telling.is_backlogged(g.offer.entrypoint) and g not in waiting]
             if batch or self._ranks.is_called():
                 await self._step(batch)
             elif running:
                 self._has_sent.clear()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._has_sent.wait(), PAUSE_S)
-            elif not self._arrivals and all(g.end is None for g in self.slots):
+                self.wake()  # receipts may have been lost
+            elif not self._arrivals and not self.slots.over():
                 self._has_work.clear()
-            self.wake()  # the mailbox loop is the only sender: two would mix up the order
 
     async def _make_room(self) -> list[Generation]:
         """Room for the next step of those that run (`pressure.py`). Those that have to wait for theirs."""
-        info = self._engine.info
-        relief = relieve(list(self.slots), self.slots.num_free_blocks, info.max_tokens)
+        running, max_tokens = self.slots.running(), self._engine.info.max_tokens
+        self._totals.num_waiting = 0
+        if not any(may_want(one, max_tokens) for one in running):
+            return []
+        relief = relieve(list(self.slots), self.slots.num_free_blocks, max_tokens)
         self._totals.num_waiting = len(relief.waiting)
         for generation in relief.turned_away:
             generation.end = Cancelled()
@@ -284,7 +286,7 @@ class Decode(Actor):
             generation.end = Preempted()
             log.warning(
                 "decode %s: no room is left, and %s makes way, the youngest of %d, with %d tokens of output",
-                *(self.id, generation.id, len(self.slots.running()) + 1, generation.num_output),
+                *(self.id, generation.id, len(running), generation.num_output),
             )
         for generation, num_tokens in relief.grown:
             generation.num_reserved = num_tokens  # before anything can come in between
@@ -315,16 +317,13 @@ class Decode(Actor):
                 self._telling.step(generation, tokens, self._engine)
             elif generation.end is None:  # else cancelled while the step was running
                 self._fail([generation])
-        # Who goes on is all that the next step has to know: the rest is done while it runs.
-        asyncio.get_running_loop().call_soon(self._speak)
+        # The mailbox loop is the only sender: two would mix up the order. It gets there while the next step runs.
+        if self._telling.may_send(asyncio.get_running_loop().time()):
+            self.wake()
         for generation in batch:
             filling = generation.filling
             if filling is not None and filling.take(generation.tokens, generation.num_computed):
                 await self._keep_blocks(generation, filling)
-
-    def _speak(self) -> None:
-        self._telling.speak()
-        self.wake()
 
     async def _keep_blocks(self, generation: Generation, filling: Filling) -> None:
         """Have the blocks stored that filled in the last step."""

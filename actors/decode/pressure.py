@@ -35,7 +35,7 @@ def relieve(here: Sequence[Generation], num_free: int, max_tokens: int) -> Relie
     """For all that are here, in order of arrival, with `num_free` blocks that are nobody's. Nothing changes yet."""
     relief = Relief()
     running = [(number, one) for number, one in enumerate(here) if one.is_running]
-    running = [each for each in running if _may_want(each[1], max_tokens)]
+    running = [each for each in running if may_want(each[1], max_tokens)]
     if not running:
         return relief
     young = [(number, one) for number, one in enumerate(here) if _may_go(one)]
@@ -65,9 +65,10 @@ def relieve(here: Sequence[Generation], num_free: int, max_tokens: int) -> Relie
     return relief
 
 
-def _may_want(one: Generation, max_tokens: int) -> bool:
-    """False for most, at most steps: it has all the room that it could ask for below."""
-    return one.num_reserved < min(one.num_tokens + STEP_TOKENS, one.num_wanted(max_tokens))
+def may_want(one: Generation, max_tokens: int) -> bool:
+    """False for most, at most steps: it has all the room that it could ask for."""
+    reserved = one.num_reserved
+    return reserved < one.num_tokens + STEP_TOKENS and reserved < one.num_wanted(max_tokens)
 
 
 def _may_go(one: Generation) -> bool:

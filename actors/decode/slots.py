@@ -39,6 +39,7 @@ class Generation:
 
     `tokens` are those of its output that were made here, behind the offer's; `num_computed` of them are in the engine's
     caches: all but the one sampled last. `num_reserved`: tokens of room it has, or will have when it is in the engine.
+    `num_told`: of its output, those that its entrypoint was told of; `last_word`: what it is told behind the others.
     `grammar` says what its tokens may be, None for anything. `filling` is None when nothing is to be stored of it,
     `logprobs` when it did not ask. `is_leaving`: it has taken part in its last step here, and is to go on elsewhere.
     """
@@ -47,6 +48,8 @@ class Generation:
     epoch: int = 0
     tokens: list[int] = field(default_factory=list)
     logprobs: KeptLogprobs | None = None
+    num_told: int = field(init=False)
+    last_word: LastWord | None = None
     num_computed: int = 0
     num_reserved: int = 0
     is_in_engine: bool = False
@@ -59,6 +62,7 @@ class Generation:
 
     def __post_init__(self) -> None:
         self.logprobs = KeptLogprobs.of(self.offer.sampling)
+        self.num_told = self.offer.num_output
 
     @property
     def id(self) -> str:
@@ -144,12 +148,17 @@ class Generation:
         moved = {"num_tokens": self.num_tokens, "num_output": self.num_output, "chain": chain}
         return structs.replace(self.offer, epoch=self.epoch, **moved)
 
-    def told(self, found: Sequence[Logprobs], num_emitted: int) -> TokenLogprobs:
+    def add_logprobs(self, found: Sequence[Logprobs], num_emitted: int) -> None:
         """What the engine said of the tokens of a step, as far as they were emitted: to be sent with them."""
         assert self.logprobs is not None  # the engine raises otherwise
-        logprobs = message_of(found[:num_emitted])
-        self.logprobs.add(self.num_output - num_emitted, logprobs)
-        return logprobs
+        self.logprobs.add(self.num_output - num_emitted, message_of(found[:num_emitted]))
+
+    def untold(self) -> tuple[int, list[int], TokenLogprobs | None]:
+        """(index of the first, tokens, logprobs if it asked) of what is to be told. It counts as told from now on."""
+        first, end = self.num_told, self.num_output
+        self.num_told = end
+        logprobs = None if self.logprobs is None or first == end else self.logprobs.get(first, end)
+        return first, self.tokens[first - self.offer.num_output :], logprobs
 
 
 class Slots:
@@ -189,6 +198,10 @@ class Slots:
     def running(self) -> list[Generation]:
         """Those that take part in steps, in order of arrival."""
         return [g for g in self._here.values() if g.is_running]
+
+    def over(self) -> list[Generation]:
+        """Those that have ended, and are here still."""
+        return [g for g in self._here.values() if g.end is not None]
 
     def cancel(self, request_id: str, epoch: int = 0) -> bool:
         """End a request at the next step's border; with an epoch, only if held under that or an earlier one.

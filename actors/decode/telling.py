@@ -2,55 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from actors.decode.slots import Generation
 from actors.rules.outbox import Outbox
 from kernels.engine import Engine
-from schemas.request import LastWord, TokenLogprobs
+from schemas.request import TokensEmitted
 
-
-class Said(NamedTuple):
-    """What a step gave a request, `tokens` from the index `first` on: for the outbox, while the next step runs."""
-
-    generation: Generation
-    first: int
-    tokens: list[int]
-    end: LastWord | None
-    logprobs: TokenLogprobs | None
+BACKLOG_TOKENS = 4096
+"""No more steps are made for an entrypoint that so many tokens wait for. Logprobs are kept of as many."""
 
 
 class Telling:
-    """`said` waits until `speak`, which puts it into the outbox; then it goes out as its entrypoint's window allows."""
+    """What steps gave waits here, by entrypoint, until its window is open: then all of it goes out, each request's in
+    one piece. While an entrypoint keeps up that is at once.
 
-    def __init__(self, outbox: Outbox) -> None:
-        self.said: list[Said] = []
-        self._outbox = outbox
+    An outbox for a courier. `on_last_word` is called when a request ended without a step, and there is that to send.
+    """
+
+    def __init__(self, source: str, on_last_word: Callable[[], None]) -> None:
+        self._outbox = Outbox(source)
+        self._on_last_word = on_last_word
+        self._untold: dict[str, dict[Generation, None]] = {}
+        self._num_waiting: dict[str, int] = {}
 
     def step(self, generation: Generation, new: list[int], engine: Engine) -> None:
         """A step gave it these."""
-        first, logprobs = generation.num_output, None
         emitted = generation.advance(new, engine.info.eos_token, engine.info.max_tokens)
         if generation.logprobs is not None:
-            logprobs = generation.told(engine.logprobs(generation.id), len(emitted))
-        self.said.append(Said(generation, first, emitted, generation.end, logprobs))
-
-    def speak(self) -> None:
-        """What steps gave goes into the outbox, in their order."""
-        said, self.said = self.said, []
-        for generation, first, tokens, end, logprobs in said:
-            offer = generation.offer
-            self._outbox.add(
-                offer.entrypoint, offer.request_id, generation.epoch, first, tokens, end, logprobs=logprobs
-            )
+            generation.add_logprobs(engine.logprobs(generation.id), len(emitted))
+        generation.last_word = generation.end
+        self._wait(generation, len(emitted))
 
     def last_word(self, generation: Generation) -> None:
-        """Its end, behind all that was said before."""
-        self.speak()
-        first, epoch = generation.num_output, generation.epoch
-        self._outbox.add(generation.offer.entrypoint, generation.id, epoch, first, [], generation.end)
+        """Its end, behind all that it was given before."""
+        generation.last_word = generation.end
+        self._wait(generation, 0)
+        self._on_last_word()
+
+    def _wait(self, generation: Generation, num_tokens: int) -> None:
+        entrypoint = generation.offer.entrypoint
+        if entrypoint not in self._untold:
+            self._untold[entrypoint], self._num_waiting[entrypoint] = {}, 0
+        self._untold[entrypoint][generation] = None
+        self._num_waiting[entrypoint] += 1 + num_tokens
+
+    def may_send(self, now_s: float) -> bool:
+        """Whether something waits that could go out."""
+        return any(self._outbox.may_send(entrypoint, now_s) for entrypoint in self._untold)
+
+    def take(self, now_s: float) -> list[tuple[str, TokensEmitted]]:
+        """(entrypoint, message) to send now."""
+        for entrypoint in [one for one in self._untold if self._outbox.may_send(one, now_s)]:
+            for one in self._untold.pop(entrypoint):
+                first, tokens, logprobs = one.untold()
+                self._outbox.add(entrypoint, one.id, one.epoch, first, tokens, one.last_word, logprobs=logprobs)
+            del self._num_waiting[entrypoint]
+        return self._outbox.take(now_s)
+
+    def taken(self, entrypoint: str, now_s: float) -> None:
+        """A receipt came in."""
+        self._outbox.taken(entrypoint, now_s)
+
+    def drop(self, entrypoint: str) -> None:
+        """It is gone, and what waits for it is of no use. Idempotent."""
+        self._untold.pop(entrypoint, None)
+        self._num_waiting.pop(entrypoint, None)
+        self._outbox.drop(entrypoint)
+
+    def is_idle(self, now_s: float) -> bool:
+        """Nothing waits, and what was sent was taken."""
+        return not self._untold and self._outbox.is_idle(now_s)
+
+    def is_backlogged(self, entrypoint: str) -> bool:
+        """So much waits for it that its requests should."""
+        return self._num_waiting.get(entrypoint, 0) > BACKLOG_TOKENS
 
 
 @dataclass(slots=True)

@@ -8,9 +8,6 @@ from actors.rules.emission import Emission
 from actors.rules.window import Window
 from schemas.request import LastWord, TokenLogprobs, TokensEmitted
 
-BACKLOG_TOKENS = 4096
-"""A sender that can slow down should, when so many tokens wait for one destination."""
-
 
 class Outbox:
     """Emissions of one sender by destination, each behind its window. Times are seconds of the caller's clock."""
@@ -19,7 +16,6 @@ class Outbox:
         self._source = source
         self._emissions: dict[str, Emission] = {}
         self._windows: dict[str, Window] = {}
-        self._num_waiting: dict[str, int] = {}
 
     def add(
         self,
@@ -37,14 +33,17 @@ class Outbox:
             self._emissions[destination] = Emission(self._source)
             self._windows.setdefault(destination, Window())
         self._emissions[destination].add(request_id, epoch, first_index, tokens, end, num_cached, logprobs)
-        self._num_waiting[destination] = self._num_waiting.get(destination, 0) + 1 + len(tokens)
+
+    def may_send(self, destination: str, now_s: float) -> bool:
+        """Whether what is added for it could go out at once."""
+        window = self._windows.get(destination)
+        return window is None or window.may_send(now_s)
 
     def take(self, now_s: float) -> list[tuple[str, TokensEmitted]]:
         """(destination, message) to send now; what is behind a shut window stays."""
         ready = [d for d in self._emissions if self._windows[d].may_send(now_s)]
         messages = []
         for destination in ready:
-            del self._num_waiting[destination]
             for message in self._emissions.pop(destination).take():
                 self._windows[destination].sent(now_s)
                 messages.append((destination, message))
@@ -59,12 +58,7 @@ class Outbox:
         """The destination is gone, and what waits for it is of no use. Idempotent."""
         self._emissions.pop(destination, None)
         self._windows.pop(destination, None)
-        self._num_waiting.pop(destination, None)
 
     def is_idle(self, now_s: float) -> bool:
         """Nothing waits, and what was sent was taken."""
         return not self._emissions and all(window.is_idle(now_s) for window in self._windows.values())
-
-    def is_backlogged(self, destination: str) -> bool:
-        """So much waits that a sender who can slow down should."""
-        return self._num_waiting.get(destination, 0) > BACKLOG_TOKENS

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-LIMIT = 4
-"""Batches under way without a receipt. Enough to hide a round trip; when a receiver falls behind, what it gets next is
-gathered into fewer and larger messages, which is what lets it catch up."""
+LIMIT = 2
+"""Batches under way without a receipt: one that its receiver is at, and one for it to go on with. What comes meanwhile
+is gathered and goes with the next, so whoever falls behind gets fewer and larger messages, which lets it catch up. One
+that keeps up gets all at once: a round trip is shorter than a step."""
 
 SILENCE_S = 2.0
 """Receipts can be lost: after so long without one the window opens again."""

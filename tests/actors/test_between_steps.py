@@ -97,10 +97,10 @@ def test_a_step_begins_before_what_the_last_one_gave_is_told() -> None:
 
     class Watching(TimedEngine):
         decode_actor: Decode
-        untold: list[int] = []
+        untold: list[bool] = []
 
         async def decode(self, keys: Sequence[str]) -> list[list[int]]:
-            self.untold.append(len(self.decode_actor._telling.said))
+            self.untold.append(bool(self.decode_actor._telling._untold))
             return await super().decode(keys)
 
     async def main() -> None:
@@ -111,6 +111,6 @@ def test_a_step_begins_before_what_the_last_one_gave_is_told() -> None:
             assert isinstance(actor, Decode)
             engine.decode_actor = actor
             tokens, _ = await system.finish(submit("r1", max_tokens=9))
-            assert len(tokens) == 9 and engine.untold == [0] + [1] * 8
+            assert len(tokens) == 9 and engine.untold == [False] + [True] * 8
 
     run_virtual(main())

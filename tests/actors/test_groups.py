@@ -229,7 +229,7 @@ def test_a_rank_that_waits_for_who_reads_its_tokens_is_called_at_once(monkeypatc
             await system.send(submit("r", max_tokens=300))
             await asyncio.sleep(0.5)
             with monkeypatch.context() as behind:
-                behind.setattr(waiting._outbox, "is_backlogged", lambda destination: True)
+                behind.setattr(waiting._telling, "is_backlogged", lambda destination: True)
                 await asyncio.sleep(PAUSE_S)
                 assert not other.part.is_awake
                 await waiting.drain()

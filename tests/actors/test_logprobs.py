@@ -130,8 +130,9 @@ def test_an_engine_is_told_and_tells_of_what_is_emitted() -> None:
     assert generation.sampling == kernels.engine.Sampling(0.5, 0.9, 3, 26 + 6, 1, ((7, -2.0),), 5, 0.5)
     assert generation.advance([8, 9, 1, 5], eos_token=1, max_tokens=1000) == [8, 9]
     found = [Logprobs(-float(i), [(i, -i / 2)]) for i in range(4)]
-    assert generation.told(found, 2) == message_of(found[:2])
+    generation.add_logprobs(found, 2)
     assert generation.logprobs is not None and generation.logprobs.get(5, 6) == message_of(found[1:2])
+    assert generation.untold() == (4, [8, 9], message_of(found[:2])) and generation.untold() == (6, [], None)
 
 
 def told(system: Core) -> dict[str, TokenLogprobs]:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.rules.emission import MAX_BYTES, MAX_TOKENS, Emission, Held, resend_answer
-from actors.rules.outbox import BACKLOG_TOKENS, Outbox
+from actors.rules.outbox import Outbox
 from actors.rules.owner import EXPIRY_S, Members, choose
 from actors.rules.window import LIMIT, SILENCE_S, Window
 from schemas.failure import Code, Failure
@@ -179,9 +179,12 @@ class TestOutbox:
         ((destination, message),) = outbox.take(0.2)
         assert destination == "x" and message.tokens == [1, 2]
 
-    def test_backlog_shows_and_a_dropped_destination_has_none(self) -> None:
+    def test_nothing_waits_for_a_dropped_destination(self) -> None:
         outbox = Outbox("s")
-        outbox.add("x", "r", 1, 0, range(BACKLOG_TOKENS + 1))
-        assert outbox.is_backlogged("x")
+        for index in range(LIMIT):
+            outbox.add("x", "r", 1, index, [index])
+            outbox.take(0.0)
+        outbox.add("x", "r", 1, LIMIT, [1])
+        assert not outbox.may_send("x", 0.0)
         outbox.drop("x")
-        assert not outbox.is_backlogged("x") and outbox.take(0.0) == []
+        assert outbox.may_send("x", 0.0) and outbox.take(0.0) == []
