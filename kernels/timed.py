@@ -272,8 +272,9 @@ class TimedEngine:
             if last == NONE:
                 return NONE
         request.last = last
-        likely = zip(self._vocabulary, range(request.sampling.top_logprobs), strict=False)
-        request.logprobs.append(Logprobs(-float(draw % 8), [(token, -float(place)) for token, place in likely]))
+        if request.sampling.top_logprobs >= 0:
+            likely = zip(self._vocabulary, range(request.sampling.top_logprobs), strict=False)
+            request.logprobs.append(Logprobs(-float(draw % 8), [(token, -float(place)) for token, place in likely]))
         return last
 
     def _allowed(self, constraint: Constraint, wanted: int, draw: int) -> int:

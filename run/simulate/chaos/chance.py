@@ -28,20 +28,24 @@ SPAN_S = 12.0
 
 BLOCK = 128
 
+_STEPS = [(60, 6), (240, 24), (240, 24), (360, 40), (360, 40), (360, 40)]
+"""Milliseconds, and most tokens, of a step of decode: all as fast, in more or fewer messages."""
+
 
 def script(seed: int) -> Script:
     """Of ten scripts one has no faults."""
     draw = random.Random(f"chaos {seed}")
-    shape, make, least = _shape(draw), _ask, 5
-    if draw.random() < 0.35:
-        shape, make, least = structs.replace(shape, decode=2, decode_tokens=896), _long_after_short, 10
-    asks = [make(draw, number) for number in range(draw.randint(least, 15))]
+    shape, make, num_asks = _shape(draw), _ask, draw.randint(3, 9)
+    if draw.random() < 0.3:
+        shape, make, num_asks = structs.replace(shape, decode=2, decode_tokens=896), _long_after_short, num_asks + 6
+    asks = [make(draw, number) for number in range(num_asks)]
     num_faults = 0 if draw.random() < 0.1 else draw.choice([1, 1, 2, 2, 3, 4, 6, 9])
     faults = sorted((_fault(draw, shape) for _ in range(num_faults)), key=lambda fault: fault.at_s)
     return Script(seed, shape, sorted(asks, key=lambda ask: ask.at_s), faults)
 
 
 def _shape(draw: random.Random) -> Shape:
+    step_ms, most_accepted = draw.choice(_STEPS)
     return Shape(
         entrypoints=draw.choice([1, 2]),
         prefill=2,
@@ -51,6 +55,8 @@ def _shape(draw: random.Random) -> Shape:
         writers=draw.choice([1, 1, 2]),
         decode_tokens=draw.choice([1280, 1280, 1280, 2048, 8192]),
         budget_slabs=draw.choice([2, 3, 8]),
+        step_ms=step_ms,
+        most_accepted=most_accepted,
     )
 
 

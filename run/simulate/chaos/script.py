@@ -17,7 +17,7 @@ Kind = Literal["tokens", "asks", "answers", "reports", "frees", "cache", "exits"
 
 class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How many there are of each, and how little room: `decode_tokens` of a decode replica, `budget_slabs` of the
-    folder."""
+    folder. A decode step takes `step_ms` and gives a request `most_accepted` tokens at most."""
 
     entrypoints: int = 2
     prefill: int = 2
@@ -27,6 +27,8 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     writers: int = 1
     decode_tokens: int = 2048
     budget_slabs: int = 8
+    step_ms: int = 60
+    most_accepted: int = 6
 
 
 class Event(msgspec.Struct, frozen=True, tag_field="event", tag=str.lower, forbid_unknown_fields=True):

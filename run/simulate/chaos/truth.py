@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -12,7 +13,7 @@ from actors.rules.load import promised_tokens
 from kernels import engine
 from kernels.engine import Chunk, EngineInfo, Tokens
 from kernels.timed import StepCost, TimedEngine
-from run.simulate.chaos.script import Ask
+from run.simulate.chaos.script import Ask, Shape
 from schemas.request import Finished, FinishReason
 
 T = TypeVar("T")
@@ -22,10 +23,8 @@ MAX_TOKENS = 2048
 
 VOCABULARY = range(100, 1000)
 MEAN_OUTPUT = 400
-MOST_ACCEPTED = 6
-
+NUM_SLOTS = 4
 PREFILL_COST = StepCost(step_ns=20_000_000, prefill_token_ns=100_000)
-DECODE_COST = StepCost(step_ns=60_000_000, decode_row_ns=1_000_000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +39,8 @@ class Answer:
 class ChaosEngine(TimedEngine):
     """A timed engine that can become slow."""
 
-    def __init__(self, num_slots: int, capacity_tokens: int, cost: StepCost) -> None:
-        super().__init__(info(num_slots, capacity_tokens), VOCABULARY, cost, MEAN_OUTPUT, MOST_ACCEPTED)
+    def __init__(self, num_slots: int, capacity_tokens: int, cost: StepCost, most_accepted: int = 1) -> None:
+        super().__init__(info(num_slots, capacity_tokens), VOCABULARY, cost, MEAN_OUTPUT, most_accepted)
         self._usual = cost
 
     def slow(self, factor: float) -> None:
@@ -54,6 +53,12 @@ class ChaosEngine(TimedEngine):
     def reserved(self) -> dict[str, int]:
         """Tokens of room that each request has in it."""
         return {id: request.num_reserved for id, request in self._requests._requests.items()}
+
+
+def decode_engine(shape: Shape) -> ChaosEngine:
+    """One of a decode replica."""
+    cost = StepCost(step_ns=shape.step_ms * 1_000_000, decode_row_ns=1_000_000)
+    return ChaosEngine(NUM_SLOTS, shape.decode_tokens, cost, shape.most_accepted)
 
 
 def info(num_slots: int, capacity_tokens: int) -> EngineInfo:
@@ -74,12 +79,17 @@ def info(num_slots: int, capacity_tokens: int) -> EngineInfo:
 
 def prompt(ask: Ask) -> Tokens:
     """What it begins with is what any other of its text begins with."""
-    return np.random.default_rng(ask.text).integers(100, 900, MAX_TOKENS).astype("<u4")[: ask.num_tokens]
+    return _text(ask.text)[: ask.num_tokens]
+
+
+@cache
+def _text(number: int) -> Tokens:
+    return np.random.default_rng(number).integers(100, 900, MAX_TOKENS).astype("<u4")
 
 
 def answers(asks: Sequence[Ask]) -> dict[str, Answer]:
     """Of all of them, by id."""
-    alone = ChaosEngine(len(asks) + 1, (len(asks) + 1) * promised_tokens(MAX_TOKENS), StepCost())
+    alone = ChaosEngine(len(asks) + 1, (len(asks) + 1) * promised_tokens(MAX_TOKENS), StepCost(), 32)
     return {ask.id: _now(_answer(alone, ask)) for ask in asks}
 
 

@@ -20,12 +20,11 @@ from bus.subjects import EXITED
 from run.simulate.chaos.broker import ChaosBroker, ChaosBulk, ChaosWire, Hears
 from run.simulate.chaos.loop import OWNER, StandingLoop
 from run.simulate.chaos.script import Apart, Disk, Fault, Kill, Leave, Messages, Replace, Restart, Script, Slow, Stand
-from run.simulate.chaos.truth import DECODE_COST, PREFILL_COST, ChaosEngine
+from run.simulate.chaos.truth import NUM_SLOTS, PREFILL_COST, ChaosEngine, decode_engine
 from run.simulator import World
 from run.watch import NUM_MISSED, ROUND_S
 from schemas.liveness import ProcessExited
 
-NUM_SLOTS = 4
 PREFILL_TOKENS = 4096
 SLAB_BYTES = Slab(64, 8, bytes(16), 0).file_bytes
 PATIENCE_S = NUM_MISSED * ROUND_S
@@ -101,7 +100,7 @@ class ChaosWorld(World):
                 engine = self.engines[name] = ChaosEngine(NUM_SLOTS, PREFILL_TOKENS, PREFILL_COST)
                 await self.add_prefill(id, engine)
             case "decode":
-                engine = self.engines[name] = ChaosEngine(NUM_SLOTS, self.script.shape.decode_tokens, DECODE_COST)
+                engine = self.engines[name] = decode_engine(self.script.shape)
                 await self.add_decode(id, engine)
             case _:
                 raise ValueError(f"{name}: there is no such role")
