@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import astuple
 
 import torch
@@ -13,6 +14,7 @@ from kernels.kvpages import KVPages, checked
 from kernels.ops.pack import Record, gather, pack, window_rows, window_values
 from kernels.pages import PoolFull, num_blocks_of
 from kernels.replay import Starts
+from kernels.taps import Taps
 
 _CPU = torch.device("cpu")
 
@@ -25,7 +27,8 @@ class StatePool:
     ratio 2 the FP32 (kv, score) of the last tokens, and the token ids. The last `max_rollback` tokens can be taken
     back, and windows at the ends of the last two whole blocks be read: rings hold that many rows more than the
     arithmetic needs.
-    With `drafts`, a window ring per draft stage too. `num_blocks`: of 128 tokens; without it every slot can be full.
+    With `drafts`, a window ring per draft stage too, written from `taps` when it is read. `num_blocks`: of 128 tokens;
+    without it every slot can be full.
     All lie on `device`, but the token ids, which only the host reads; exported state is on the host.
     Rows outside a request's valid length may hold anything, but no NaN of another request: attention adds up what is
     hidden, too. So `alloc` clears what hidden rows are read from.
@@ -60,6 +63,8 @@ class StatePool:
             nothing.new_zeros(num, num_slots, self.ring_rows, nothing.shape[1])
             for num in (config.num_hidden_layers, num_stages)
         )
+        width = len(config.dspark_target_layer_ids) * config.hidden_size
+        self.taps = Taps(self.draft_swa, width, config.sliding_window, max_rollback) if num_stages else None
         # [num_slots, pair_rows, 2 (kv, score), head_dim] fp32
         self.pair = {
             role.layer: torch.zeros(num_slots, self.pair_rows, 2, dim, device=device)
@@ -168,6 +173,14 @@ class StatePool:
                 f"slot {slot} holds {self._length[slot]} tokens and can go back to {self._floor[slot]}, not to {length}"
             )
         self._length[slot] = length
+        if self.taps is not None:
+            self.taps.truncate(slot, length)
+
+    def settle(self, slots: Sequence[int]) -> None:
+        """Bring `draft_swa` up to the lengths of `slots`."""
+        if self.taps is not None:
+            firsts = [self._starts[slot].decoder for slot in slots]
+            self.taps.settle(slots, firsts, [self.length(slot) for slot in slots])
 
     def export(self, slot: int) -> dict[str, torch.Tensor]:
         """Copies of the valid rows of a request: what prefill hands to decode.
@@ -188,6 +201,7 @@ class StatePool:
             "tokens": self.tokens[slot, :length].clone(),
             **self.kv.records(slot, length),
         }
+        self.settle([slot])
         tensors |= {name: self._read_ring(ring, slot, rows) for name, ring, rows in self._rings(length)}
         for layer, pair in self.pair.items():
             tensors[f"pair.{layer}"] = pair[slot, self._pair_index(length)].cpu()
@@ -261,6 +275,8 @@ class StatePool:
         """The slot goes on at `length`, and has window rows from `first` on."""
         self._length[slot] = self._floor[slot] = self._longest[slot] = length
         self._first[slot] = first
+        if self.taps is not None:
+            self.taps.begin(slot, length)
 
     def _check_prefix(self, slot: int, length: int, tensors: dict[str, torch.Tensor]) -> None:
         if self._length[slot]:

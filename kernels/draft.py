@@ -43,12 +43,6 @@ class Drafts(NamedTuple):
 class DraftAttention(Attention):
     """Each row of a block sees the same keys: the stage's window before the block, and the whole block."""
 
-    def window_rows(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        """What the stage's window keeps of the backbone: `x` [rows, dim], normed taps -> [rows, ..]."""
-        r = self.round
-        kv = rms_norm(r(self.w_in.forward(x)[1]), self.kv_norm, self.config.rms_norm_eps, r)
-        return window_rows(r(rotate_(kv.unsqueeze(1), rotation).squeeze(1)))
-
     def _attend(self, q: torch.Tensor, kv: torch.Tensor, rotation: Rotation, step: Step) -> torch.Tensor:
         layout = step.layout
         group, before = layout.groups[0], layout.before
@@ -88,6 +82,9 @@ class Drafter:
         dim, rank = c.hidden_size, c.dspark_markov_rank
         self.main_proj = Projection(checkpoint.matrix("mtp.0.main_proj", dim, len(c.dspark_target_layer_ids) * dim))
         self.main_norm = checkpoint.tensor("mtp.0.main_norm.weight", dim)
+        # Here the stages read one input, so it is one product, beside those that their blocks go through.
+        names = [f"{role.name}.attn.wkv" for role in c.draft_stages]
+        self.stage_kv = Projection(*(checkpoint.matrix(name, c.head_dim, dim) for name in names))
         self.attentions: list[DraftAttention] = []
         self.stages: list[Block] = []
         for role in c.draft_stages:
@@ -101,17 +98,16 @@ class Drafter:
         self.confidence = checkpoint.tensor(f"{last}.confidence_head.proj.weight", 1, dim + rank)
         self.freqs = frequencies(c.qk_rope_head_dim, c.rope_theta, None).to(checkpoint.device)
 
-    def observe(self, taps: Sequence[torch.Tensor], layout: Layout, pool: StatePool) -> None:
-        """Write the stages' windows for the rows of `layout`, from one tap [padded rows, dim] per target layer.
-
-        Every token that the backbone computes is observed; roll-back takes it back like the backbone's own windows.
-        """
-        kept = layout.ring
-        x = self.round(self.main_proj.forward(torch.cat(list(taps), 1)[kept.source])[0])
-        x = rms_norm(x, self.main_norm, self.config.rms_norm_eps, self.round)
-        rotation = Rotation.at(layout.positions[kept.source], self.freqs)
-        for attention, rows in zip(self.attentions, pool.draft_swa, strict=True):
-            rows.flatten(0, 1)[kept.target] = attention.window_rows(x, rotation)
+    @np.errstate(all="ignore")
+    def observe(self, taps: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """What the stages' windows keep of the backbone: `taps` [rows, targets * dim], those of each row side by side,
+        at `positions` [rows] -> [stages, rows, ..]."""
+        r, eps = self.round, self.config.rms_norm_eps
+        x = rms_norm(r(self.main_proj.forward(taps)[0]), self.main_norm, eps, r)
+        parts = zip(self.stage_kv.forward(x), self.attentions, strict=True)
+        kv = torch.stack([rms_norm(r(part), attention.kv_norm, eps, r) for part, attention in parts], 1)
+        kv = r(rotate_(kv, Rotation.at(positions, self.freqs))).transpose(0, 1)
+        return window_rows(kv.reshape(-1, kv.shape[-1])).view(*kv.shape[:2], -1)
 
     @np.errstate(all="ignore")  # weights that are no good show in the logits, which sampling refuses
     @torch.inference_mode()
@@ -124,15 +120,16 @@ class Drafter:
     ) -> Drafts:
         """Proposals behind the `(slot, token)` of `runs`, the token being sampled and not yet computed.
 
-        Draws with the noise that the target will use at the same positions. Changes nothing in `pool`. Raises
+        Draws with the noise that the target will use at the same positions. Changes no state in `pool`. Raises
         ValueError when a slot is empty or the pool keeps no draft windows.
         """
         c, size = self.config, self.config.dspark_block_size
-        if not len(pool.draft_swa):
+        if pool.taps is None:
             raise ValueError("the pool keeps no draft windows")
         segments = [Segment(slot, pool.length(slot), size) for slot, _ in runs]
         if not all(segment.start for segment in segments):
             raise ValueError("a draft needs at least one computed token")
+        pool.settle([segment.slot for segment in segments])
         layout = Layout(segments, pool)
         rotation = Rotation.at(layout.positions, self.freqs)
         step = Step(layout, pool, rotation, rotation, trace)

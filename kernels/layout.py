@@ -136,6 +136,12 @@ class Layout:
         """What the pair rings keep of this batch."""
         return self._tail(self._pool.pair_rows)
 
+    @cached_property
+    def taps(self) -> Rows:
+        """What the rings of taps keep of this batch."""
+        assert self._pool.taps is not None
+        return self._tail(self._pool.taps.ring_rows)
+
     def find(self, part: Layout) -> torch.Tensor:
         """The rows of this layout that are those of `part`, on the host: [part.padded], the first one for filling."""
         shift = np.zeros(self._pool.num_slots, dtype=np.int64)

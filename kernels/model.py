@@ -128,7 +128,8 @@ class Model:
         pre[:, 0] = 1.0
         streams, pre = self._layers(streams, pre, batch.segments, step)
         if self.drafter is not None and step.taps and (step.rows is None or len(step.rows)):
-            self.drafter.observe(step.taps, step.layout, pool)
+            assert pool.taps is not None
+            pool.taps.keep(step.taps, step.layout.taps, self.drafter.observe)
         for segment in batch.segments:
             pool.advance(segment.slot, segment.num_tokens)
         return self._wanted(torch.tensor(batch.rows), streams, pre, step)
@@ -140,7 +141,7 @@ class Model:
         pool = step.pool
         starts = [pool.starts(segment.slot) for segment in segments]
         decoder = decoder_segments(segments, starts, self.config.sliding_window)
-        tapped = self.config.dspark_target_layer_ids if self.drafter is not None and len(pool.draft_swa) else ()
+        tapped = self.config.dspark_target_layer_ids if self.drafter is not None and pool.taps is not None else ()
         for block in self.blocks:
             engram = self.engrams.get(block.role.layer)
             if engram is not None and step.history is not None and self.token_map is not None:

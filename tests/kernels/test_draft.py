@@ -38,7 +38,8 @@ def observe(drafter: Drafter, pool: StatePool, slot: int, hidden: torch.Tensor) 
     """Golden taps [tokens, targets * dim] of the next tokens, as if the backbone had computed them."""
     layout = Layout([Segment(slot, pool.length(slot), len(hidden))], pool)
     padded = torch.nn.functional.pad(hidden.float(), (0, 0, 0, layout.padded - layout.num_rows))
-    drafter.observe(padded.chunk(len(drafter.config.dspark_target_layer_ids), 1), layout, pool)
+    assert pool.taps is not None
+    pool.taps.keep(padded.chunk(len(drafter.config.dspark_target_layer_ids), 1), layout.taps, drafter.observe)
     pool.advance(slot, len(hidden))
 
 

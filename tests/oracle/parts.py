@@ -72,7 +72,8 @@ def check_drafts(report: Report, model: Model, data: Tensors, name: str, dtype: 
 def _observe(drafter: Drafter, pool: StatePool, slot: int, hidden: torch.Tensor) -> None:
     layout = Layout([Segment(slot, pool.length(slot), len(hidden))], pool)
     padded = torch.nn.functional.pad(hidden.float(), (0, 0, 0, layout.padded - layout.num_rows))
-    drafter.observe(padded.chunk(len(drafter.config.dspark_target_layer_ids), 1), layout, pool)
+    assert pool.taps is not None
+    pool.taps.keep(padded.chunk(len(drafter.config.dspark_target_layer_ids), 1), layout.taps, drafter.observe)
     pool.advance(slot, len(hidden))
 
 
