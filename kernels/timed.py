@@ -239,10 +239,10 @@ class TimedEngine:
         """The tokens of one step: one behind the prompt, then as many as are foreseen and have room."""
         num = 1
         if request.last != NONE:
-            room = request.num_reserved - request.num_tokens
-            num = min(1 + _mix(request.digest) % self._most_accepted, room)
             drafted, verified, accepted = self._counts
-            most = min(self._most_accepted, room)
+            most = min(self._most_accepted, request.num_reserved - request.num_tokens)
+            if most > 1:
+                num = min(1 + _mix(request.digest) % self._most_accepted, most)
             self._counts = Counts(drafted + most - 1, verified + most, accepted + num - 1)
         tokens: list[int] = []
         request.logprobs = []
