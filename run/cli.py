@@ -70,7 +70,8 @@ def up(*, cluster: Path | None = None, ready_file: Path | None = None, http_port
     if http_port is not None:
         os.environ["SHOAL_HTTP_PORT"] = str(http_port)
     settings = Settings.from_environment()
-    return run_up(read_cluster(cluster or DEFAULT_CLUSTER), settings, Console(highlight=False), ready_file)
+    specs = read_cluster(cluster or DEFAULT_CLUSTER)
+    return run_up(specs, settings, Console(highlight=False), ready_file, cluster)
 
 
 @app.command
@@ -136,7 +137,7 @@ def health(*actors: str) -> int:
 
 
 @app.command
-def drain(actor: str, *, grace: float | None = None) -> int:
+def drain(actor: str, *, grace: str = "") -> int:
     """Have an actor leave: it takes no new work, and when its grace is over others go on with what it still has. Waits
     for that; the actor is then started anew. Status 1 if requests were left.
 
@@ -152,10 +153,11 @@ def drain(actor: str, *, grace: float | None = None) -> int:
     from run.cluster import parse_actors
     from run.drain import drain_actor
     from run.home import find_broker
-    from run.settings import Settings
+    from run.settings import Settings, grace_s
 
     settings = Settings.from_environment()
-    return drain_actor(parse_actors((actor,))[0], find_broker(settings), settings.grace_s if grace is None else grace)
+    asked_s = grace_s("--grace", grace) if grace else settings.grace_s
+    return drain_actor(parse_actors((actor,))[0], find_broker(settings), asked_s)
 
 
 @app.command

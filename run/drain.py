@@ -12,6 +12,7 @@ from bus.bus import Bus, BusError, Delivery, decoder
 from bus.subjects import LOAD, drain, ping
 from run.cluster import Member
 from run.health import CHECK_TIMEOUT_S, on_bus
+from run.node import LEAVING
 from schemas.liveness import Drain, Ping
 from schemas.routing import LoadReported
 
@@ -53,8 +54,8 @@ async def _drain(bus: Bus, member: Member, grace_s: float, console: Console) -> 
 
 
 def num_left(report: LoadReported) -> int:
-    """Requests that are still there."""
-    return report.num_running + report.num_waiting
+    """Requests that are still there. What others count is not theirs, as reservations of balancers."""
+    return report.num_running + report.num_waiting if any(report.role in roles for roles in LEAVING) else 0
 
 
 def describe(report: LoadReported) -> str:

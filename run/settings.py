@@ -89,7 +89,7 @@ class Settings:
             step_timeout_s=_step_timeout_s(environment.get("SHOAL_STEP_TIMEOUT_S", "")),
             tenants_path=Path(tenants).absolute() if (tenants := environment.get("SHOAL_TENANTS", "")) else None,
             drafts=_drafts(environment.get("SHOAL_DRAFTS", "")),
-            grace_s=_grace_s(environment.get("SHOAL_GRACE_S", "")),
+            grace_s=grace_s("SHOAL_GRACE_S", environment.get("SHOAL_GRACE_S", "")),
         )
 
 
@@ -129,14 +129,15 @@ def _step_timeout_s(text: str) -> float:
     return float(text)
 
 
-def _grace_s(text: str) -> float:
+def grace_s(name: str, text: str) -> float:
+    """The setting of this name. Raises SettingsError."""
     try:
-        grace_s = float(text or GRACE_S)
+        found = float(text or GRACE_S)
     except ValueError:
-        grace_s = -1.0
-    if not 0 <= grace_s <= LONGEST_GRACE_S:
-        raise SettingsError(f"SHOAL_GRACE_S={text}: not a time; set seconds, from 0 to {LONGEST_GRACE_S:g}")
-    return grace_s
+        found = -1.0
+    if not 0 <= found <= LONGEST_GRACE_S:
+        raise SettingsError(f"{name}={text}: not a time; set seconds, from 0 to {LONGEST_GRACE_S:g}")
+    return found
 
 
 def _drafts(text: str) -> Drafts:

@@ -8,7 +8,6 @@ import logging
 import os
 import random
 import signal
-import socket
 import sys
 import time
 import urllib.error
@@ -21,29 +20,27 @@ import msgspec
 from rich.console import Console
 from rich.markup import escape
 
-from actors.gateway.keys import Keys, KeysError
-from actors.recipe.card import CardError, ModelCard
+from actors.gateway.keys import Keys
+from bus.actor import LAST_S
 from bus.server import ServerConfig, command, wait_ready
-from kernels.audit import audit, refuse
-from kernels.config import ConfigError, ModelConfig
-from kernels.shards import CheckpointError, read_shards
 from run.banner import banner
 from run.build import serving
-from run.cluster import Member, ProcessSpec, check_experts
+from run.changes import Change, follow
+from run.cluster import Member, ProcessSpec, read_cluster
 from run.health import find_silent
 from run.home import Client, Home, Ready, Running, write_private
 from run.node import MISTAKE
+from run.preflight import check, check_tenants, claim_port, clear, meeting
 from run.settings import LOOPBACK, Settings, SettingsError
 from run.store import Store, stores
 from run.watch import Watch
-from schemas.message import Role
 from supervisors.processes import Backoff, Process, Program
 from supervisors.strategy import GaveUp, Intensity
 from supervisors.tasks import Child, Run, Supervisor
 from supervisors.tasks import Ready as OnReady
 
-INTENSITY = Intensity(12, 60.0)
-"""With the processes' own back-off: one that never comes up is given up after about a minute."""
+INTENSITY = Intensity(12, 60.0, is_each=True)
+"""With the processes' own back-off: one that never comes up is given up after about a minute. All may be killed."""
 
 PROCESS_SHUTDOWN_S = 1.5
 STACK_SHUTDOWN_S = 2.2
@@ -56,9 +53,15 @@ class Stack:
     """The processes of a cluster beside their broker, as one supervised tree, and what it says on the terminal."""
 
     def __init__(
-        self, specs: tuple[ProcessSpec, ...], settings: Settings, home: Home, console: Console, ready_file: Path
+        self,
+        specs: tuple[ProcessSpec, ...],
+        settings: Settings,
+        home: Home,
+        console: Console,
+        ready_file: Path,
+        cluster: Path | None,
     ) -> None:
-        self._specs = specs
+        self._specs, self._cluster = specs, cluster
         self._settings = settings
         self._home = home
         self._console = console
@@ -78,7 +81,7 @@ class Stack:
         """Run until SIGINT or SIGTERM; the exit status. A second signal kills everything at once."""
         started_s = time.monotonic()
         children = [*self._broker_children(), Child("watch", self._watch.run), *self._nodes()]
-        supervisor = Supervisor("shoal", children, intensity=INTENSITY, on_restart=self._on_restart)
+        supervisor = self._root = Supervisor("shoal", children, intensity=INTENSITY, on_restart=self._on_restart)
         is_ready = asyncio.Event()
         task = asyncio.create_task(supervisor.run(is_ready.set), name="root")
         greeting = asyncio.create_task(self._greet(is_ready, started_s), name="greeting")
@@ -181,6 +184,36 @@ class Stack:
         self._is_up = True
         self._write_files()
         self._say_hello(time.monotonic() - started_s)
+        if self._cluster is not None:
+            await follow(self._cluster, self._change, self._carry_out, self._say)
+
+    def _change(self) -> Change:
+        """What the cluster file says now, against what runs. Raises ClusterError and SettingsError."""
+        assert self._cluster is not None
+        wanted = serving(read_cluster(self._cluster), self._settings)
+        return Change.between(self._specs, wanted)
+
+    async def _carry_out(self, change: Change) -> None:
+        """Start what comes; then what leaves sees off what it has, for which others are there by then."""
+        self._specs = change.specs
+        for spec in change.first:
+            await self._add(spec)
+        patience_s = self._settings.grace_s + LAST_S + PROCESS_SHUTDOWN_S
+        for spec in change.leaving:
+            self._say(f"{spec.name:<10} leaves: it is in the cluster file no more, or otherwise")
+            self._processes[spec.name].leave()
+        await asyncio.gather(*(self._root.retire(spec.name, patience_s) for spec in change.leaving))
+        for spec in change.leaving:
+            del self._processes[spec.name]
+        for spec in change.then:
+            await self._add(spec)
+        self._write_files()
+
+    async def _add(self, spec: ProcessSpec) -> None:
+        if not await self._root.add(self._node(spec)):
+            self._say(f"{spec.name:<10} did not start; see {self._home.log_path(spec.name)}")
+            self._specs = tuple(one for one in self._specs if one != spec)
+            del self._processes[spec.name]
 
     def _get(self, path: str) -> bytes:
         """GET from our gateway. Raises ConnectionError with what it said if that is not 200."""
@@ -222,8 +255,11 @@ class Stack:
         ):
             self._console.print(line, markup=False, soft_wrap=True)
 
+    def _say(self, text: str) -> None:
+        self._console.print(f"[yellow]●[/] {escape(text)}", soft_wrap=True)
+
     def _on_restart(self, name: str, error: BaseException | None) -> None:
-        self._console.print(f"[yellow]●[/] {name:<10} restarting: {escape(str(error or 'it has left'))}")
+        self._say(f"{name:<10} restarting: {error or 'it has left'}")
 
     def _on_signal(self, task: asyncio.Task[None]) -> None:
         if self._is_stopping:
@@ -235,7 +271,7 @@ class Stack:
         task.cancel()
 
     def _kill(self, name: str) -> None:
-        self._console.print(f"[yellow]●[/] {name:<10} does not answer: killing it")
+        self._say(f"{name:<10} does not answer: killing it")
         self._processes[name].kill()
 
     def _kill_all(self) -> None:
@@ -259,13 +295,20 @@ class Stack:
             self._console.print(f"  [dim]{escape(line)}[/]", soft_wrap=True)
 
 
-def up(specs: tuple[ProcessSpec, ...], settings: Settings, console: Console, ready_file: Path | None) -> int:
-    """Run a whole system until it is told to stop; the exit status. Raises SettingsError before anything is started."""
+def up(
+    specs: tuple[ProcessSpec, ...],
+    settings: Settings,
+    console: Console,
+    ready_file: Path | None,
+    cluster: Path | None = None,
+) -> int:
+    """Run a whole system until it is told to stop; the exit status. What changes in the file `cluster` meanwhile is
+    carried out. Raises SettingsError before anything is started."""
     home = Home(settings.home)
     if ready_file is not None:
-        _clear(ready_file, home)
-    _check(settings, specs)
-    _check_tenants(settings, specs, console)
+        clear(ready_file, home)
+    check(settings, specs)
+    check_tenants(settings, specs, console)
     specs = serving(specs, settings)
     try:
         home.acquire()
@@ -281,70 +324,10 @@ def up(specs: tuple[ProcessSpec, ...], settings: Settings, console: Console, rea
         logging.basicConfig(
             filename=home.log_path("up"), level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s"
         )
-        settings = replace(settings, http_port=_claim_port(settings.http_port))
-        specs = _meeting(specs)
-        return asyncio.run(Stack(specs, settings, home, console, ready_file).run())
+        settings = replace(settings, http_port=claim_port(settings.http_port))
+        specs = meeting(specs)
+        return asyncio.run(Stack(specs, settings, home, console, ready_file, cluster).run())
     finally:
         ready_file.unlink(missing_ok=True)  # what it says is true no longer
         store.release()
         home.release()
-
-
-def _clear(ready_file: Path, home: Home) -> None:
-    """Remove the file of a run that was killed: it would be believed. Raises SettingsError if none can be written."""
-    if ready_file.is_dir() or not os.access(ready_file.absolute().parent, os.W_OK):
-        raise SettingsError(f"--ready-file {ready_file}: give a file in a folder that exists and that you can write")
-    if home.read() is None:  # else it may be of the one that runs
-        ready_file.unlink(missing_ok=True)
-
-
-def _check(settings: Settings, specs: tuple[ProcessSpec, ...]) -> None:
-    """What would fail later, in some process, fails here and now. Raises SettingsError."""
-    try:
-        ModelCard.from_folder(settings.model)
-        shards = read_shards(settings.model)
-        config = ModelConfig.from_folder(settings.model)
-        check_experts(specs, config)
-        refuse(audit(config, shards))
-        shards.need_files()
-        Keys.parse(settings.api_keys, settings.tenants())
-    except (CardError, ConfigError, CheckpointError) as error:
-        raise SettingsError(f"SHOAL_MODEL: {error}") from None
-    except KeysError as error:
-        raise SettingsError(str(error)) from None
-
-
-def _check_tenants(settings: Settings, specs: tuple[ProcessSpec, ...], console: Console) -> None:
-    """Limits need someone who keeps them, secrets a file of their own. Raises SettingsError."""
-    path = settings.tenants_path
-    limited = [tenant.name for tenant in settings.tenants() if tenant.is_limited]
-    if limited and all(member.role is not Role.QUOTA for spec in specs for member in spec.members):
-        where = f"SHOAL_TENANTS: {path}: tenants.{limited[0]}"
-        raise SettingsError(f"{where} has limits, but no process of the cluster file has a quota actor; add quota/q0")
-    if path is not None and path.stat().st_mode & 0o077:
-        console.print(f"[yellow]SHOAL_TENANTS: others may read {escape(str(path))}; chmod 600 it[/]", soft_wrap=True)
-
-
-def _meeting(specs: tuple[ProcessSpec, ...]) -> tuple[ProcessSpec, ...]:
-    """The same, with a free port for the ranks of each group to meet at."""
-    addresses: dict[str, str] = {}
-    found = []
-    for spec in specs:
-        if spec.group is not None:
-            address = addresses.setdefault(spec.unit, f"{LOOPBACK}:{_claim_port(0)}")
-            spec = replace(spec, group=replace(spec.group, address=address))
-        found.append(spec)
-    return tuple(found)
-
-
-def _claim_port(port: int) -> int:
-    """The port itself, or a free one for 0. Raises SettingsError if it is taken."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((LOOPBACK, port))
-        except OSError as error:
-            raise SettingsError(
-                f"SHOAL_HTTP_PORT={port}: {error.strerror}; set it to another port, or to 0 for any free one"
-            ) from None
-        return int(probe.getsockname()[1])

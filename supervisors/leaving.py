@@ -22,7 +22,8 @@ from supervisors.grace import Fate, Grace, Stage
 log = logging.getLogger("shoal.leaving")
 
 PATIENCE_S = 2.0
-"""How long one request looks for a replica with room: computing it anew from cached blocks takes little longer."""
+"""How long a request looks for a replica with room: computing it anew from cached blocks takes little longer. Once one
+found nobody, those after it look, and do not wait."""
 
 ASK_S = 2.0
 PAUSE_S = 0.01
@@ -39,6 +40,7 @@ class Leaving:
         self._spawn, self._on_turn = spawn, on_turn
         self._offerings: dict[str, Offering] = {}
         self._is_cancelled: set[str] = set()
+        self._patience_s = PATIENCE_S
 
     def drain(self, grace_s: float) -> None:
         """The grace begins."""
@@ -82,10 +84,11 @@ class Leaving:
         fate = Fate.GIVEN_BACK
         try:
             if state and await self._is_known(last, offering):
-                patience_s = min(PATIENCE_S, self.grace.left_s(self._now_s()))
+                patience_s = min(self._patience_s, self.grace.left_s(self._now_s()))
                 await offering.place(_route(last), patience_s)
                 fate = Fate.MOVED if offering.is_taken else fate
         except BusError as error:
+            self._patience_s = 0.0
             log.info("nobody takes %s: %s", last.request_id, error)
         if fate is not Fate.MOVED and last.request_id in self._is_cancelled:
             fate = Fate.ENDED

@@ -87,6 +87,11 @@ class Process:
         """This process for a supervisor's list."""
         return Child(self.program.name, self.run, shutdown_s=self.program.shutdown_s + 1.0)
 
+    def leave(self) -> None:
+        """SIGTERM: it is to see off what it has, and end."""
+        if self.pid is not None:
+            os.kill(self.pid, signal.SIGTERM)
+
     def kill(self) -> None:
         """SIGKILL to the whole group, now. Works on a stopped process too."""
         if self.pid is not None:

@@ -28,11 +28,12 @@ class Intensity(NamedTuple):
     """More than `num_restarts` restarts within `period_s` seconds are too many.
 
     Choose the burst first, then the period so that the sustained rate is tolerable. Levels multiply: keep the top
-    small.
+    small. `is_each`: of one child; else of all together, where what ends the one is likely to be the others' end, too.
     """
 
     num_restarts: int
     period_s: float
+    is_each: bool = False
 
 
 DEFAULT_INTENSITY = Intensity(3, 10.0)
@@ -65,7 +66,7 @@ class Children:
         self._strategy = strategy
         self._intensity = intensity
         self._alive: set[str] = set()
-        self._times: deque[float] = deque()
+        self._times: dict[str, deque[float]] = {}
 
     @property
     def names(self) -> list[str]:
@@ -86,6 +87,10 @@ class Children:
         self._alive.discard(name)
         if self._restarts.get(name) is Restart.TEMPORARY:
             del self._restarts[name]
+
+    def add(self, name: str, restart: Restart) -> None:
+        """One more, the last in start order; or from now on another restart for a known one."""
+        self._restarts[name] = restart
 
     def exited(self, name: str, *, is_normal: bool, now_s: float) -> Plan:
         """What to do now that this child has ended by itself.
@@ -113,9 +118,10 @@ class Children:
         return names
 
     def _count(self, name: str, now_s: float) -> None:
-        num_restarts, period_s = self._intensity
-        self._times.append(now_s)
-        while now_s - self._times[0] > period_s:
-            self._times.popleft()
-        if len(self._times) > num_restarts:
+        num_restarts, period_s, is_each = self._intensity
+        times = self._times.setdefault(name if is_each else "", deque())
+        times.append(now_s)
+        while now_s - times[0] > period_s:
+            times.popleft()
+        if len(times) > num_restarts:
             raise GaveUp(name, f"ended once too often: more than {num_restarts} restarts within {period_s:g} s")

@@ -73,13 +73,36 @@ class Supervisor:
         self._on_restart = on_restart
         self._tasks: dict[str, _Life] = {}
         self._cancelled: set[_Life] = set()
+        self._family: Children
+        self._exits: asyncio.Queue[_Exit]
+
+    async def add(self, child: Child) -> bool:
+        """One more child, now that all are up. False, and it is forgotten, if it ends before it is ready."""
+        self._children[child.name] = child
+        self._family.add(child.name, Restart.TEMPORARY)
+        self._family.started(child.name)
+        if not await self._start(child.name, self._exits):
+            del self._children[child.name]
+            return False
+        self._family.add(child.name, child.restart)
+        return True
+
+    async def retire(self, name: str, patience_s: float) -> None:
+        """A child that was told to end is not started again. Returns once it has ended; after the patience it is
+        stopped."""
+        self._family.add(name, Restart.TEMPORARY)
+        task, child = self._tasks[name], self._children.pop(name)
+        await asyncio.wait((task,), timeout=patience_s)
+        if not task.done():
+            task.cancel()
+            await asyncio.wait((task,), timeout=child.shutdown_s)
 
     async def run(self, ready: Ready) -> None:
         """See the class."""
         loop = asyncio.get_running_loop()
         restarts = {child.name: child.restart for child in self._children.values()}
-        family = Children(restarts, self._strategy, self._intensity)
-        exits: asyncio.Queue[_Exit] = asyncio.Queue()
+        family = self._family = Children(restarts, self._strategy, self._intensity)
+        exits = self._exits = asyncio.Queue[_Exit]()
         try:
             for names in self._at_once(family.names):
                 for name in names:

@@ -24,6 +24,7 @@ from run.virtual import run_virtual
 from schemas.failure import Code
 from schemas.request import Cancelled, Failed, Finished, FinishReason, Sampling, Submit
 from supervisors.grace import AT_ONCE, MOVING_S
+from supervisors.leaving import PATIENCE_S
 from tests.actors.builders import submit
 from tests.actors.cached import ask, cached, prompt
 from tests.actors.constrained import END, VOCABULARY, grammars, text_of, tokenizer_file
@@ -192,20 +193,21 @@ def test_blocks_have_their_names_wherever_it_is_moved() -> None:
 
 def test_without_anyone_to_take_them_they_are_given_back_and_wait() -> None:
     async def main() -> None:
-        requests = [submit(f"r{i}", max_tokens=200) for i in range(4)]
+        requests = [submit(f"r{i}", max_tokens=300) for i in range(3 * AT_ONCE)]
         expected = await undisturbed(*requests)
-        async with core(1, 1, SLOW) as system:
+        async with core(1, 0, SLOW) as system:
+            await system.with_decode("d0", StepCost(step_ns=100_000_000), num_slots=len(requests))
             running = [asyncio.create_task(system.finish(one)) for one in requests]
-            await has_output(system, 10)
+            await until(lambda: sum(one.num_output > 0 for one in decode(system).slots) == len(requests))
             began_s = asyncio.get_running_loop().time()
             await decode(system).leave(0.2)
-            assert asyncio.get_running_loop().time() - began_s < 0.2 + MOVING_S
-            assert fates(system) == {"GIVEN_BACK": 4} and len(decode(system).slots) == 0
+            assert asyncio.get_running_loop().time() - began_s < 0.2 + 2 * PATIENCE_S, "the first ones wait for all"
+            assert fates(system) == {"GIVEN_BACK": 3 * AT_ONCE} and len(decode(system).slots) == 0
             system.kill("decode/d0")  # nobody misses it: all was said
-            await system.with_decode("d1", SLOW)
+            await system.with_decode("d1", SLOW, num_slots=len(requests))
             assert await asyncio.gather(*running) == [(expected[one.request_id], LENGTH) for one in requests]
             detail = system.entrypoint.shard.detail()
-            assert detail["rebuilt"] == 4 and detail["lost"] == 0
+            assert detail["rebuilt"] == 3 * AT_ONCE and detail["lost"] == 0
             assert await quiet(system) == {}
 
     run_virtual(main())

@@ -84,6 +84,15 @@ def test_intensity_is_a_sliding_window() -> None:
         tree.exited("a", is_normal=False, now_s=10.0)
 
 
+def test_each_child_may_end_as_often_as_is_said_of_each() -> None:
+    tree = children(Strategy.ONE_FOR_ONE, P, P, P, intensity=Intensity(2, 5.0, is_each=True))
+    for name in "abcabc":
+        tree.exited(name, is_normal=False, now_s=0.0)
+        tree.started(name)
+    with pytest.raises(GaveUp, match="b ended once too often"):
+        tree.exited("b", is_normal=False, now_s=0.0)
+
+
 def test_zero_intensity_gives_up_at_the_first_exit() -> None:
     with pytest.raises(GaveUp):
         children(Strategy.ONE_FOR_ONE, P, intensity=Intensity(0, 5.0)).exited("a", is_normal=False, now_s=0.0)

@@ -379,3 +379,43 @@ def test_clean_up_is_not_interrupted_by_a_second_cancel(run_async: RunAsync) -> 
 def test_two_children_with_one_name_are_refused() -> None:
     with pytest.raises(ValueError, match="same name"):
         Supervisor("s", [Child("a", World().child("a").run), Child("a", World().child("a").run)])
+
+
+def test_a_child_is_added_restarted_and_retired(run_async: RunAsync) -> None:
+    async def main() -> None:
+        world = World()
+        supervisor = Supervisor("s", [world.child("a")])
+        task = await start(supervisor)
+        assert await supervisor.add(world.child("b"))
+        world.ends["b"].set_exception(RuntimeError("gone"))
+        await world.count("+b", 2)
+        retiring = asyncio.create_task(supervisor.retire("b", 60.0))
+        await asyncio.sleep(0)
+        world.ends["b"].set_result(None)
+        await retiring
+        await supervisor.add(world.child("c"))
+        await supervisor.retire("c", 0.0)  # it does not end by itself
+        await supervisor.add(world.child("b"))
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert world.take() == ["+a", "+b", "-b", "+b", "-b", "+c", "-c", "+b", "-b", "-a"]
+
+    run_async(main())
+
+
+def test_a_child_that_is_added_and_does_not_start_is_forgotten(run_async: RunAsync) -> None:
+    async def broken(ready: Ready) -> None:
+        raise ValueError("not today")
+
+    async def main() -> None:
+        world = World()
+        supervisor = Supervisor("s", [world.child("a")], intensity=Intensity(0, 1.0))
+        task = await start(supervisor)
+        assert not await supervisor.add(Child("b", broken))
+        await asyncio.sleep(0.01)
+        assert not task.done()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert world.take() == ["+a", "-a"]
+
+    run_async(main())

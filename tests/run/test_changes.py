@@ -1,0 +1,87 @@
+"""A cluster file that changes while its cluster runs."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from run import changes
+from run.changes import Change, follow
+from run.cluster import ClusterError, GroupPlace, Member, ProcessSpec
+from tests.conftest import Run
+
+
+def process(name: str, *members: str) -> ProcessSpec:
+    return ProcessSpec(name, tuple(map(Member.parse, members)), num_threads=1)
+
+
+FRONT = process("front", "gateway/g0", "recipe/r0", "entrypoint/e0")
+D0, D1 = process("decode-0", "decode/d0"), process("decode-1", "decode/d1")
+RANKS = tuple(
+    replace(process(f"g-{i}", f"decode/g-{i}"), group=GroupPlace(("g-0", "g-1"), i, "127.0.0.1:5")) for i in range(2)
+)
+
+
+def test_what_comes_is_there_before_others_leave() -> None:
+    change = Change.between((FRONT, D0), (FRONT, D1))
+    assert (change.first, change.leaving, change.then) == ((D1,), (D0,), ())
+    assert change.specs == (FRONT, D1)
+
+
+def test_what_takes_a_place_comes_when_that_is_free() -> None:
+    larger, moved = replace(D0, num_slots=8), process("other", "decode/d1")
+    change = Change.between((FRONT, D0, D1), (FRONT, larger, moved))
+    assert (change.first, change.leaving, change.then) == ((), (D0, D1), (larger, moved))
+
+
+def test_what_goes_on_keeps_its_threads_and_where_it_meets() -> None:
+    shared = [replace(spec, num_threads=7) for spec in (FRONT, D0, *RANKS)]
+    again = [replace(s, group=replace(s.group, address="")) if s.group is not None else s for s in shared]
+    change = Change.between((FRONT, D0, *RANKS), again)
+    assert change.is_none and change.specs == (FRONT, D0, *RANKS)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "named"),
+    [
+        ((replace(FRONT, members=FRONT.members[:2]), D0, *RANKS), "front: one with gateway/g0"),
+        ((FRONT, D0, process("cache", "writer/w0"), *RANKS), "cache: one with writer/w0"),
+        ((FRONT, D0), "g-0: a group"),
+        ((FRONT, D0, *(replace(one, num_slots=3) for one in RANKS)), "g-0: a group"),
+    ],
+)
+def test_what_cannot_be_changed_is_said_by_name(wanted: tuple[ProcessSpec, ...], named: str) -> None:
+    with pytest.raises(ClusterError, match=f"^{named} cannot be changed while it runs"):
+        Change.between((FRONT, D0, *RANKS), wanted)
+
+
+def test_a_file_is_read_when_it_is_whole_and_a_wrong_one_changes_nothing(
+    run_async: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(changes, "LOOK_S", 0.01)
+    path, said, done = tmp_path / "c.toml", list[str](), asyncio.Queue[Change]()
+    path.write_text("two")
+
+    def read() -> Change:
+        known = {"two": (FRONT, D0, D1), "one": (FRONT, D0)}
+        if (text := path.read_text()) not in known:
+            raise ClusterError(f"no {text}")
+        return Change.between((FRONT, D0, D1), known[text])
+
+    async def main() -> None:
+        following = asyncio.create_task(follow(path, read, done.put, said.append))
+        await asyncio.sleep(0.05)
+        path.write_text("nonsense")
+        async with asyncio.timeout(10):
+            while not said:
+                await asyncio.sleep(0.01)
+            path.write_text("one")
+            change = await done.get()
+        assert change.leaving == (D1,) and said == ["nothing is changed: no nonsense"]
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+    run_async(main())
