@@ -1,4 +1,5 @@
-"""Whether the loop that drives an engine comes on: a thread that hangs in a step leaves its actor's mailbox alone."""
+"""Whether the loop that drives an engine comes on, and to something: a thread that hangs in a step leaves its actor's
+mailbox alone, and an engine that fails at everything goes on taking requests."""
 
 from __future__ import annotations
 
@@ -18,6 +19,14 @@ NUM_FIRST = 8
 """The first turns of a life compile what they run."""
 
 
+MAX_FAILED = 3
+"""Steps in a row that came to nothing for anybody: it is not the requests, each of which is in one of them only."""
+
+
+class Sick(Exception):
+    """An engine fails at everything. The actor ends, and its supervisor starts it anew, with another engine."""
+
+
 class Pulse:
     """Progress is a turn of the loop, or that there is nothing to do.
 
@@ -33,7 +42,7 @@ class Pulse:
         spawn: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]],
         die: Callable[[], None],
     ) -> None:
-        self.num_turns = 0
+        self.num_turns = self._num_failed = 0
         self._name, self._patience_s, self._spawn, self._die = name, patience_s, spawn, die
         self._is_working = asyncio.Event()
         self._watching: asyncio.Task[Any] | None = None
@@ -46,6 +55,12 @@ class Pulse:
         self.num_turns += 1
         if self._watching is None:
             self._watching = self._spawn(self._watch())
+
+    def judge(self, *, is_good: bool) -> None:
+        """What a step of the engine came to: something for one of its requests, at least. Raises Sick."""
+        self._num_failed = 0 if is_good else self._num_failed + 1
+        if self._num_failed >= MAX_FAILED:
+            raise Sick(f"{self._name}: {MAX_FAILED} steps in a row came to nothing")
 
     async def _watch(self) -> None:
         """Counts ticks, not seconds, so that a pause of the whole process (SIGSTOP, a suspended laptop) is not held

@@ -171,6 +171,10 @@ class Ranks:
         """Wait for work. The actor's loop is here once in each turn."""
         await self._pulse.turn(has_work)
 
+    def judge(self, *, is_good: bool) -> None:
+        """See `Pulse.judge`."""
+        self._pulse.judge(is_good=is_good)
+
     def detail(self) -> dict[str, float]:
         """For load reports: turns of the loop so far, each with a step of the engine at most."""
         return {"steps": float(self._pulse.num_turns)}

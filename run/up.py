@@ -200,7 +200,7 @@ class Stack:
             await self._add(spec)
         patience_s = self._settings.grace_s + LAST_S + PROCESS_SHUTDOWN_S
         for spec in change.leaving:
-            self._say(f"{spec.name:<10} leaves: it is in the cluster file no more, or otherwise")
+            self._say(f"{spec.name:<10} leaves, as the cluster file says")
             self._processes[spec.name].leave()
         await asyncio.gather(*(self._root.retire(spec.name, patience_s) for spec in change.leaving))
         for spec in change.leaving:

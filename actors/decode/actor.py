@@ -309,8 +309,10 @@ class Decode(Actor):
             new = await self._ranks.step(self._engine.decode([generation.id for generation in batch]))
         except ValueError:
             log.exception("decode %s: a step of %d requests failed", self.id, len(batch))
+            self._ranks.judge(is_good=False)
             self._fail(batch)
             return
+        self._ranks.judge(is_good=not batch or any(new))
         self._totals.step(new)
         for generation, tokens in zip(batch, new, strict=True):
             if generation.end is None and tokens:
@@ -321,8 +323,7 @@ class Decode(Actor):
         if self._telling.may_send(asyncio.get_running_loop().time()):
             self.wake()
         for generation in batch:
-            filling = generation.filling
-            if filling is not None and filling.take(generation.tokens, generation.num_computed):
+            if (filling := generation.filling) and filling.take(generation.tokens, generation.num_computed):
                 await self._keep_blocks(generation, filling)
 
     async def _keep_blocks(self, generation: Generation, filling: Filling) -> None:

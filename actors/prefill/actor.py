@@ -261,6 +261,7 @@ class Prefill(Actor):
             await self._ranks.step(compute(self._engine, self.batch, step))
         except ValueError:
             log.exception("prefill %s: a step of %d requests failed", self.id, len(step))
+            self._ranks.judge(is_good=False)
             why = f"prefill {self.id} could not compute the request, or one computed with it"
             for job, _ in step:
                 await self._reject(job, Failure(code=Code.INTERNAL, message=why))
@@ -283,8 +284,10 @@ class Prefill(Actor):
             state = await self._engine.export(job.id)
         except ValueError:
             log.exception("prefill %s: the state of a request cannot be exported", self.id)
+            self._ranks.judge(is_good=False)
             await self._reject(job, Failure(code=Code.INTERNAL, message="the prompt cannot be computed"))
             return False
+        self._ranks.judge(is_good=True)
         if job.is_over(0):
             return False
         self.batch.remove(job)

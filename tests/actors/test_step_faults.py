@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from bus.pulse import MAX_FAILED, Sick
 from kernels.engine import Chunk
 from kernels.timed import StepCost, TimedEngine
 from run.virtual import run_virtual
@@ -119,3 +120,36 @@ def test_a_request_that_cannot_go_on_ends_alone() -> None:
 
 def is_internal(end: object) -> bool:
     return isinstance(end, Failed) and end.failure.code is Code.INTERNAL and "secret" not in end.failure.message
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_an_engine_that_fails_at_everything_is_replaced_and_the_third_request_goes_on(role: str) -> None:
+    """The requests of its last step are lost with it, not ended by it: another replica has them then."""
+
+    async def main() -> None:
+        async with core(int(role == "decode"), int(role == "prefill"), COST) as system:
+            await (system.add_prefill if role == "prefill" else system.add_decode)("sick", Picky())
+            for number in range(MAX_FAILED - 1):
+                assert is_internal((await system.finish(submit(f"bad{number}")))[1])
+            assert not system.tasks[f"{role}/sick"].done()
+            running = asyncio.create_task(system.finish(submit("bad-last")))
+            with pytest.raises(Sick):
+                await system.tasks.pop(f"{role}/sick")
+            await (system.with_prefill if role == "prefill" else system.with_decode)("well", COST)
+            assert (await running)[1] == LENGTH
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_an_engine_that_fails_now_and_then_is_not(role: str) -> None:
+    async def main() -> None:
+        async with core(int(role == "decode"), int(role == "prefill"), COST) as system:
+            await (system.add_prefill if role == "prefill" else system.add_decode)("p0", Picky())
+            for number in range(2 * MAX_FAILED):
+                assert is_internal((await system.finish(submit(f"bad{number}")))[1])
+                if number % (MAX_FAILED - 1):
+                    assert (await system.finish(submit(f"good{number}")))[1] == LENGTH
+            assert await quiet(system) == {}
+
+    run_virtual(main())
