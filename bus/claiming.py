@@ -17,7 +17,12 @@ ATTEMPTS = 3
 
 
 async def take_over(
-    bus: Bus, bulk: Bulk, offer: HandOver, replica: str, prepare: Callable[[bytes, list[int]], Awaitable[str]]
+    bus: Bus,
+    bulk: Bulk,
+    offer: HandOver,
+    replica: str,
+    generation: int,
+    prepare: Callable[[bytes, list[int]], Awaitable[str]],
 ) -> Claimed | Refused:
     """Pull the state of a request on offer, `prepare` to go on with it, and claim it then.
 
@@ -28,15 +33,16 @@ async def take_over(
         output = await output_before(bus, offer) if offer.sampling.grammar else []
         if why_not := await prepare(state, output):
             return Refused(reason=why_not)
-        answer = await claim(bus, offer, replica)
+        answer = await claim(bus, offer, replica, generation)
     except BusError as error:
         return Refused(reason=str(error))
     return answer if isinstance(answer, Claimed) else Refused(reason=answer.reason, is_final=True)
 
 
-async def claim(bus: Bus, offer: HandOver, replica: str) -> Claimed | ClaimRefused:
+async def claim(bus: Bus, offer: HandOver, replica: str, generation: int) -> Claimed | ClaimRefused:
     """The entrypoint's answer; asked again when it is silent. Raises BusError."""
-    message = Claim(request_id=offer.request_id, from_epoch=offer.epoch, replica=replica, pid=bus.seams.pid)
+    life = {"pid": bus.seams.pid, "generation": generation}
+    message = Claim(request_id=offer.request_id, from_epoch=offer.epoch, replica=replica, **life)
     for attempt in range(1, ATTEMPTS + 1):
         try:
             return await bus.ask(CLAIM.at(offer.entrypoint), message, timeout_s=ASK_S)

@@ -179,6 +179,11 @@ class Ranks:
         """For load reports: turns of the loop so far, each with a step of the engine at most."""
         return {"steps": float(self._pulse.num_turns)}
 
+    @property
+    def generation(self) -> int:
+        """Of the group; 0 without one."""
+        return self._member.generation if self._member is not None else 0
+
     def is_called(self) -> bool:
         """Whether a step is to be done here even without work, as other ranks need it."""
         member = self._member
@@ -238,8 +243,14 @@ class Ranks:
             return
         self._is_lost = True
         log.error("%s %s: group %s: %s", self._role, self._id, self._group.name, reason)
-        ranks = list(self._group.ids)
-        event = GroupBroken(role=self._role, id=self._id, group=self._group.name, ranks=ranks, reason=reason)
+        event = GroupBroken(
+            role=self._role,
+            id=self._id,
+            group=self._group.name,
+            ranks=list(self._group.ids),
+            reason=reason,
+            generation=self.generation,
+        )
         await self._bus.tell(BROKEN.at(self._role), event)
 
     async def _report(self, member: Member) -> None:

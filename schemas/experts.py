@@ -53,10 +53,12 @@ class PlaceExperts(Message, frozen=True):
 
 class GroupBroken(Message, frozen=True):
     """Event: the rank `id` found that another of its group is gone or does not answer. The group does not step any
-    more: all that its `ranks` held is lost, until they have met again."""
+    more: all that its `ranks` held is lost, until they have met again. What they hold since they met in a later
+    `generation` than this one is not meant."""
 
     role: Role
     id: str
     group: str
     ranks: list[str]
     reason: str
+    generation: int = 0

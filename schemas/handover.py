@@ -39,9 +39,11 @@ class Dispatch(Message, frozen=True):
 
 
 class Dispatched(Message, frozen=True):
-    """The prefill replica has queued the request, in this process."""
+    """The prefill replica has queued the request, in this process, and in this generation of its group if it is in
+    one."""
 
     pid: int = 0
+    generation: int = 0
 
 
 class Refused(Message, frozen=True):
@@ -81,13 +83,14 @@ class HandedOver(Message, frozen=True):
 
 
 class Claim(Message, frozen=True):
-    """New owner → entrypoint shard: I have the state of this request, in this process. First claim from an epoch
-    wins."""
+    """New owner → entrypoint shard: I have the state of this request, in this process, and in this generation of my
+    group if I am in one. First claim from an epoch wins."""
 
     request_id: str
     from_epoch: int
     replica: str
     pid: int = 0
+    generation: int = 0
 
 
 class Claimed(Message, frozen=True):

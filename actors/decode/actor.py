@@ -156,7 +156,7 @@ class Decode(Actor):
         offer, prepare = generation.offer, functools.partial(self._prepare, generation)
         span = generation.span or trace.INVALID_SPAN
         with trace.use_span(span):
-            answer = await take_over(self.bus, self._bulk, offer, self.id, prepare)
+            answer = await take_over(self.bus, self._bulk, offer, self.id, self._ranks.generation, prepare)
         if isinstance(answer, Claimed):
             generation.epoch = answer.epoch
         else:

@@ -11,7 +11,7 @@ from opentelemetry import trace
 from opentelemetry.trace import Span
 
 from actors.entrypoint.finder import Finder
-from actors.entrypoint.owner import Owner
+from actors.entrypoint.owner import UNKNOWN, Life, Owner
 from actors.entrypoint.request import MAX_LOSSES, MAX_RETURNS, OVERDUE, Request, end_by, failed
 from actors.entrypoint.shard import News, Shard
 from actors.rules.outbox import Outbox
@@ -143,7 +143,7 @@ class Entrypoint(Actor):
         request = self.shard.get(claim.request_id)
         if request is None:
             return ClaimRefused(reason=f"entrypoint {self.id} does not know this request")
-        answer = request.claim(claim.from_epoch, claim.replica, self.now_s(), claim.pid)
+        answer = request.claim(claim.from_epoch, claim.replica, self.now_s(), Life(claim.pid, claim.generation))
         self._let_go(request)
         return answer
 
@@ -180,13 +180,13 @@ class Entrypoint(Actor):
 
     async def _on_exited(self, exited: ProcessExited, envelope: Envelope) -> None:
         for owner in [Owner(role, id) for role in (Role.PREFILL, Role.DECODE) for id in exited.ids(role)]:
-            self._lose(owner, f"the process {exited.name} ended", exited.pid)
+            self._lose(owner, f"the process {exited.name} ended", Life(exited.pid))
         self._vision.on_exited(exited)
         self._finder.peers.exited(exited)
 
     async def _on_broken(self, broken: GroupBroken, envelope: Envelope) -> None:
         for id in broken.ranks:  # one that stands still would not say so itself
-            self._lose(Owner(broken.role, id), f"its group broke: {broken.reason}")
+            self._lose(Owner(broken.role, id), f"its group broke: {broken.reason}", Life(0, broken.generation))
 
     # Placing
 
@@ -245,7 +245,7 @@ class Entrypoint(Actor):
             answer = await self.bus.ask(DISPATCH.at(routed.replica), dispatch, timeout_s=DISPATCH_S)
             if not isinstance(answer, Refused):
                 if request.epoch == epoch:
-                    request.dispatched(self.now_s(), answer.pid)
+                    request.dispatched(self.now_s(), Life(answer.pid, answer.generation))
                 return True
             if answer.is_final:
                 raise fail(Code.CONTEXT_LENGTH, answer.reason)
@@ -287,10 +287,10 @@ class Entrypoint(Actor):
                 span.set_attributes(request.attributes())
                 end_span(span, len(request.tokens), end)
 
-    def _lose(self, owner: Owner, why: str, pid: int = 0) -> None:
-        """It is gone, with all it held: if `pid`, as far as that was in this process."""
+    def _lose(self, owner: Owner, why: str, gone: Life = UNKNOWN) -> None:
+        """It is gone, with all it held in the life that is `gone`."""
         self._holders.forget(owner)
-        for request in [one for one in self.shard.live() if one.owner == owner and (not pid or one.is_held_by(pid))]:
+        for request in [one for one in self.shard.live() if one.owner == owner and one.life.ends_with(gone)]:
             self._rebuild(request, f"{owner.role} replica {owner.replica} was lost: {why}")
 
     def _rebuild(self, request: Request, why: str) -> None:

@@ -11,7 +11,7 @@ from msgspec import structs
 
 from actors.entrypoint.images import Images
 from actors.entrypoint.lookup import Names, Plan
-from actors.entrypoint.owner import Owner
+from actors.entrypoint.owner import UNKNOWN, Life, Owner
 from actors.rules.chain import BLOCK_TOKENS
 from actors.rules.hit import EXACT_OUTPUT, Hit, bounded_tokens
 from actors.rules.logprobs import KeptLogprobs
@@ -67,7 +67,7 @@ class Request:
     `hit` is what became of its cached prefix at the last dispatch before its output began; `is_approximate`, that a
     replay has part in its output, from some token on.
     `is_placing`: somebody is looking for a prefill replica for it; not more than one at a time may be.
-    `owner_pid`: the process of its owner, 0 while that has not said so. Times are seconds of the caller's clock.
+    `life`: of its owner, as far as that has said so. Times are seconds of the caller's clock.
     """
 
     submit: Submit
@@ -90,7 +90,7 @@ class Request:
     claimed_from: int = 0
     is_dispatching: bool = False
     owner: Owner | None = None
-    owner_pid: int = 0
+    life: Life = UNKNOWN
     tokens: list[int] = field(default_factory=list)
     logprobs: KeptLogprobs | None = field(init=False)
     end: End | None = None
@@ -192,7 +192,7 @@ class Request:
         self._restores(*(self.plan.hit, self.plan.is_approximate) if self.plan else (Hit(), False))
         self.is_dispatching = True
         self.epoch = next(self.epochs)
-        self.owner, self.owner_pid = Owner(Role.PREFILL, replica), 0
+        self.owner, self.life = Owner(Role.PREFILL, replica), UNKNOWN
         self.heard_s = now_s
         return self.epoch
 
@@ -265,23 +265,19 @@ class Request:
         rebuilt = {"shoal.rebuilt": self.num_rebuilt} if self.num_rebuilt else {}
         return {"shoal.cache.hit_tokens": self.hit.start, "shoal.cache.approximate": self.is_approximate, **rebuilt}
 
-    def dispatched(self, now_s: float, pid: int = 0) -> None:
-        """The replica has it, in this process."""
+    def dispatched(self, now_s: float, life: Life = UNKNOWN) -> None:
+        """The replica has it."""
         self.is_dispatching = False
-        self.owner_pid = pid
+        self.life = life
         self.heard_s = now_s
 
     def refused(self) -> None:
         """The replica did not take it, or did not say, or returned it: what it does under that epoch counts no more."""
         self.is_dispatching = False
         self.epoch = next(self.epochs)
-        self.owner, self.owner_pid = None, 0
+        self.owner, self.life = None, UNKNOWN
 
-    def is_held_by(self, pid: int) -> bool:
-        """Whether its owner is, or may be, this process. Word of an end may be late, when its successor is there."""
-        return self.owner_pid in (0, pid)
-
-    def claim(self, from_epoch: int, replica: str, now_s: float, pid: int = 0) -> Claimed | ClaimRefused:
+    def claim(self, from_epoch: int, replica: str, now_s: float, life: Life = UNKNOWN) -> Claimed | ClaimRefused:
         """A decode replica has the state. The first claim from the current epoch wins; a repeated one is confirmed."""
         if self.end is not None:
             return ClaimRefused(reason="the request has ended")
@@ -292,7 +288,7 @@ class Request:
         self.claimed_from = from_epoch
         self.is_dispatching = False
         self.epoch = next(self.epochs)
-        self.owner, self.owner_pid = Owner(Role.DECODE, replica), pid
+        self.owner, self.life = Owner(Role.DECODE, replica), life
         self.heard_s = now_s
         return Claimed(epoch=self.epoch)
 

@@ -162,7 +162,7 @@ class Prefill(Actor):
         known = self.jobs.get(dispatch.request_id)
         if known is not None:
             if known.dispatch.epoch >= dispatch.epoch:
-                return Dispatched(pid=self.bus.seams.pid)
+                return Dispatched(pid=self.bus.seams.pid, generation=self._ranks.generation)
             raise fail(Code.DUPLICATE_REQUEST, f"an earlier dispatch of {dispatch.request_id} is still being freed")
         job.arrived_s = self.now_s()
         if job.loading is Loading.NONE:
@@ -173,7 +173,7 @@ class Prefill(Actor):
             self._drop(job)
         self._load_more()
         self._has_work.set()
-        return Dispatched(pid=self.bus.seams.pid)
+        return Dispatched(pid=self.bus.seams.pid, generation=self._ranks.generation)
 
     async def _on_cancel(self, cancel: Cancel, envelope: Envelope) -> CancelAcknowledged:
         was_running, job = self.jobs.cancel(cancel)

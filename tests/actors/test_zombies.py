@@ -15,12 +15,14 @@ from actors.prefill.actor import Prefill
 from bus.bus import Delivery
 from bus.memory import MemoryWire, _Subscription
 from bus.pulse import NUM_FIRST, STALL_S
-from bus.subjects import EXITED
+from bus.subjects import BROKEN, EXITED
 from kernels.timed import StepCost, TimedEngine
 from run.simulator import RecordingBroker
 from run.virtual import run_virtual
+from schemas.experts import GroupBroken
 from schemas.failure import Code
 from schemas.liveness import ProcessExited
+from schemas.message import Role
 from schemas.request import Cancelled, Failed, Finished, FinishReason, Limits
 from tests.actors.builders import submit
 from tests.actors.cached import ask, cached, prompt
@@ -174,6 +176,25 @@ def test_word_of_an_end_that_comes_when_the_successor_is_there_takes_nothing_fro
             await tell_exit(system, member, pid=10**6)
             await system.listener.over("r").wait()
             assert system.listener.ends["r"] == LENGTH and system.entrypoint.shard.detail()["lost"] == 0
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(("generation", "num_lost"), [(4, 0), (5, 1), (6, 1), (0, 1)])
+def test_word_of_a_broken_group_takes_nothing_from_those_that_met_since(generation: int, num_lost: int) -> None:
+    """Of one that survives, and breaks later, it does. Who does not say which one it was may mean this one."""
+
+    async def main() -> None:
+        async with core(1, 1, SLOW) as system:
+            await system.send(submit("r", max_tokens=NUM_OUTPUT))
+            await asyncio.sleep(1.0)
+            request = next(system.entrypoint.shard.live())
+            request.life = request.life._replace(generation=5)
+            reason = {"ranks": ["d0", "d1"], "reason": "silent", "generation": generation}
+            broken = GroupBroken(role=Role.DECODE, id="d1", group="d0", **reason)  # type: ignore[arg-type]
+            await system.listener.bus.tell(BROKEN.at(Role.DECODE), broken)
+            await system.listener.over("r").wait()
+            assert system.listener.ends["r"] == LENGTH and system.entrypoint.shard.detail()["lost"] == num_lost
 
     run_virtual(main())
 

@@ -51,5 +51,5 @@ SILENT, GONE = fail(Code.DEADLINE_EXCEEDED, "silent"), fail(Code.NO_RESPONDERS, 
 )
 def test_a_claim_is_made_until_it_is_heard(answers: list[Any], found: Claimed | Refused) -> None:
     bus: Any = Asked(*answers)
-    assert asyncio.run(take_over(bus, bus, hand_over(), "d0", fine)) == found
+    assert asyncio.run(take_over(bus, bus, hand_over(), "d0", 0, fine)) == found
     assert not bus.answers

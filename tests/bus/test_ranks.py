@@ -276,7 +276,9 @@ async def test_a_broken_group_is_told_once_before_the_error_goes_on(
     assert order == ["told", "error"]
     await second.bus.tell(BEGIN_DECODE.at("d-0"), RankStarted(id="d-1", life=51))
     await asyncio.sleep(1)
-    broken = GroupBroken(role=Role.DECODE, id="d-0", group="d-0", ranks=["d-0", "d-1"], reason="rank 1 is silent")
+    what, now = "rank 1 is silent", first.member.generation
+    broken = GroupBroken(Role.DECODE, id="d-0", group="d-0", ranks=["d-0", "d-1"], reason=what, generation=now)
+    assert now > 0
     assert [message for subject, message in said if subject == BROKEN.at(Role.DECODE).name] == [broken]
 
 
