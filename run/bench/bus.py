@@ -97,7 +97,7 @@ class _Ours:
         await self._counter.bus.close()
 
 
-class _Raw:
+class Raw:
     """The same bytes with nats-py alone."""
 
     def __init__(self, sender: Client, receiver: Client) -> None:
@@ -108,7 +108,7 @@ class _Raw:
         self._answer = _encode(Pong(role=Role.DECODE_BALANCER, id="counter", incarnation="00000000", num_queued=0))
 
     @classmethod
-    async def start(cls, config: ServerConfig) -> _Raw:
+    async def start(cls, config: ServerConfig) -> Raw:
         """Connect both ends and listen."""
         url = config.url(config.internal)
         raw = cls(await nats.connect(url), await nats.connect(url))
@@ -148,7 +148,7 @@ class _Raw:
 async def _measure(folder: Path) -> dict[str, float]:
     server = EmbeddedServer(ServerConfig.write(folder, port=0))
     await server.start()
-    ours, raw = await _Ours.start(server.config), await _Raw.start(server.config)
+    ours, raw = await _Ours.start(server.config), await Raw.start(server.config)
     rounds: dict[str, tuple[Callable[[], Awaitable[None]], list[float]]] = {
         "ask": (ours.ask, []),
         "raw_ask": (raw.ask, []),

@@ -2,7 +2,8 @@
 
 Real processes and a real broker; only the engine is simulated (`kernels.timed`, zero cost). A step gives a request one
 token, or up to four with `--drafts`, and the tokens of a step are one event; those of several steps that had to wait
-for each other too. The load comes from this process, which shares the cores with all it measures.
+for each other too. The load comes from this process, which shares the cores with all it measures: so beside each round
+it is measured how many messages nats-py alone tells then.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import asyncio
 import json as json_module
 import random
 import socket
+import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -28,6 +31,7 @@ from bus.server import EmbeddedServer, ServerConfig
 from kernels.engine import EngineInfo
 from kernels.timed import TimedEngine
 from run import build as builders
+from run.bench.bus import NUM_TELLS, Raw
 from run.bench.load import Load, run_load
 from run.cluster import Member, ProcessSpec
 from run.health import find_silent, on_bus
@@ -58,11 +62,11 @@ def bench_frontend(*, json: bool = False, drafts: bool = False) -> None:
         Steps give one to four tokens of a request, not one.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        loads = runner.run(measure(most_accepted=MOST_ACCEPTED if drafts else 1))
+        loads, raw_tell_per_s = runner.run(measure(most_accepted=MOST_ACCEPTED if drafts else 1))
     if json:
         keys = ("tokens_per_s", "events_per_s", "ttft_ms_p50", "ttft_ms_p99")
         streams = {str(n): {key: round(getattr(load, key), 3) for key in keys} for n, load in loads.items()}
-        print(json_module.dumps({"streams": streams}))
+        print(json_module.dumps({"streams": streams, "raw_tell_per_s": round(raw_tell_per_s)}))
         return
     title = f"front end, {f'one to {MOST_ACCEPTED} tokens' if drafts else 'one token'} per step"
     table = Table("streams", "tokens/s", "events/s", "TTFT p50 ms", "TTFT p99 ms", title=title)
@@ -70,10 +74,13 @@ def bench_frontend(*, json: bool = False, drafts: bool = False) -> None:
         speeds = (f"{load.tokens_per_s:,.0f}", f"{load.events_per_s:,.0f}")
         table.add_row(str(n), *speeds, f"{load.ttft_ms_p50:.1f}", f"{load.ttft_ms_p99:.1f}")
     Console().print(table)
+    print(f"nats-py alone, meanwhile: {raw_tell_per_s:,.0f} messages/s")
 
 
-async def measure(num_streams: tuple[int, ...] = NUM_STREAMS, most_accepted: int = 1) -> Mapping[int, Load]:
-    """The median round (by tokens/s) for each number of streams."""
+async def measure(
+    num_streams: tuple[int, ...] = NUM_STREAMS, most_accepted: int = 1
+) -> tuple[Mapping[int, Load], float]:
+    """The median round (by tokens/s) for each number of streams; messages/s of nats-py alone, the median of all."""
     with tempfile.TemporaryDirectory() as folder:
         server = EmbeddedServer(ServerConfig.write(Path(folder), port=0))
         await server.start()
@@ -82,6 +89,7 @@ async def measure(num_streams: tuple[int, ...] = NUM_STREAMS, most_accepted: int
         engine = f"{ENGINE_NAME}{most_accepted}"
         programs = [_program("front", FRONT, url, port), _program(engine, ENGINE, url, port)]
         children = [_process(program).child() for program in programs]
+        raw, raw_tells_s = await Raw.start(server.config), list[float]()
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         task = asyncio.create_task(Supervisor("bench", children).run(lambda: ready.set_result(None)))
         try:
@@ -89,18 +97,24 @@ async def measure(num_streams: tuple[int, ...] = NUM_STREAMS, most_accepted: int
             if task.done():
                 task.result()
             await _until_all_answer(url)
-            return {n: await _median(port, n) for n in num_streams}
+            loads = {n: await _median(port, n, raw, raw_tells_s) for n in num_streams}
+            return loads, NUM_TELLS / statistics.median(raw_tells_s)
         finally:
+            await raw.stop()
             task.cancel()
             await asyncio.wait([task])
             await server.stop()
 
 
-async def _median(port: int, num_streams: int) -> Load:
-    rounds = [
-        await run_load(LOOPBACK, port, "shoal-tiny", num_streams=num_streams, num_tokens=NUM_TOKENS[num_streams])
-        for _ in range(NUM_ROUNDS + 1)
-    ][1:]  # the first one warms up
+async def _median(port: int, num_streams: int, raw: Raw, raw_tells_s: list[float]) -> Load:
+    rounds = []
+    for _ in range(NUM_ROUNDS + 1):
+        num_tokens = NUM_TOKENS[num_streams]
+        rounds.append(await run_load(LOOPBACK, port, "shoal-tiny", num_streams=num_streams, num_tokens=num_tokens))
+        started_s = time.perf_counter()
+        await raw.tell()
+        raw_tells_s.append(time.perf_counter() - started_s)
+    rounds = rounds[1:]  # the first one warms up
     return sorted(rounds, key=lambda load: load.tokens_per_s)[NUM_ROUNDS // 2]
 
 
