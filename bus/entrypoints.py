@@ -46,8 +46,8 @@ async def place(
 
     `owner` says whose it is, of those not tried yet; empty while none has reported itself. `taken`: who has sent tokens
     of it already, empty if nobody has; one that has ended would begin anew if asked again. `patience_s`: how long to
-    wait for one to be there. Raises BusError: the shard's own, worker_lost when it stays silent, cancelled once
-    `is_over`.
+    wait for one that is there, and has room. Raises BusError: the shard's own, worker_lost when it stays silent,
+    cancelled once `is_over`.
     """
     tried: set[str] = set()
     num_silences = 0
@@ -61,7 +61,7 @@ async def place(
                 return sender
             if shard and error.code in GONE:
                 tried.add(shard)
-            elif error.code in GONE and asyncio.get_running_loop().time() < end_s:
+            elif error.code in (*GONE, Code.OVERLOADED) and asyncio.get_running_loop().time() < end_s:
                 tried.clear()
                 await asyncio.sleep(PAUSE_S)
             elif error.code is not Code.DEADLINE_EXCEEDED:

@@ -159,6 +159,24 @@ def test_a_request_moves_so_often_and_then_it_ends(run_async: Run, card: ModelCa
     run_async(main())
 
 
+@pytest.mark.parametrize("code", [Code.OVERLOADED, Code.SHUTTING_DOWN])
+def test_a_shard_that_cannot_take_a_moved_request_is_asked_again(run_async: Run, card: ModelCard, code: Code) -> None:
+    async def main() -> None:
+        async with silent(card) as system:
+            client = await system.client()
+            await client.send(CHAT, STREAM)
+            [id] = await submitted(system.entrypoint)
+            system.entrypoint.refusal = Failure(code=code, message="not now")
+            await system.entrypoint.emit(id, [], Failed(failure=Failure(code=Code.SHUTTING_DOWN, message="stops")))
+            await asyncio.sleep(0.05)
+            system.entrypoint.refusal = None
+            await submitted(system.entrypoint, 2)
+            await system.entrypoint.emit(f"{id}-1", system.entrypoint.answer, STOP)
+            assert content(await client.all()) == "Hello there!"
+
+    run_async(main())
+
+
 @pytest.mark.parametrize("is_elsewhere", [True, False])
 def test_a_moved_request_is_cancelled_by_its_first_id(run_async: Run, card: ModelCard, is_elsewhere: bool) -> None:
     async def main() -> None:
