@@ -247,10 +247,7 @@ class Actor:
 
         def on_delivery(delivery: Delivery) -> None:
             verb = delivery.subject.rpartition(".")[2]
-            known = handlers.get(verb)
-            if verb == "ping" and not self._is_ready:  # the mailbox waits: a start may take longer than the others do
-                self.spawn(self.bus.answer(delivery.reply, self._pong()))
-            elif known is not None:
+            if (known := handlers.get(verb)) is not None:
                 self._enqueue(*known, delivery)
 
         prefix = f"shoal.{self.role}"
@@ -275,7 +272,10 @@ class Actor:
             failure = Failure(code=Code.BAD_REQUEST, message=f"undecodable {subject.message.__name__}: {error}")
             self._refuse(delivery, failure)
             return
-        self.enqueue(handler, message, delivery, is_ask=subject.reply is not None)
+        if subject.is_early and not self._is_ready:  # the mailbox waits: a start may take longer than the others do
+            self.spawn(self._receive(handler, self._envelope(message, delivery, subject.reply is not None)))
+        else:
+            self.enqueue(handler, message, delivery, is_ask=subject.reply is not None)
 
     def enqueue(self, handler: Handler, message: Any, delivery: Delivery, *, is_ask: bool) -> None:
         """Put a message in the mailbox, for its handler. For subscriptions a subclass makes itself."""
@@ -287,11 +287,14 @@ class Actor:
             return
         if deadline.isdecimal() and int(deadline) < self.bus.seams.clock_ns():
             return  # the asker has given up already
+        self._mailbox.append((handler, self._envelope(message, delivery, is_ask)))
+        self._wake.set()
+
+    def _envelope(self, message: Any, delivery: Delivery, is_ask: bool) -> Envelope:
         envelope = Envelope(message, delivery, self.bus, self._pending)
         if is_ask and delivery.reply:
             self._pending[envelope] = None
-        self._mailbox.append((handler, envelope))
-        self._wake.set()
+        return envelope
 
     def _refuse(self, delivery: Delivery, failure: Failure) -> None:
         if delivery.reply:

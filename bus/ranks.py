@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -13,11 +12,10 @@ import numpy.typing as npt
 
 from bus.actor import Envelope, Handler
 from bus.bus import Bus
+from bus.meeting import GroupOf, Meetings, repeat
+from bus.meeting import Member as Meeting
 from bus.pulse import Pulse
 from bus.subjects import (
-    BEGIN_DECODE,
-    BEGIN_PREFILL,
-    BROKEN,
     EXITED,
     EXPERTS,
     PLACE_DECODE,
@@ -27,9 +25,9 @@ from bus.subjects import (
     Address,
     Subject,
 )
-from schemas.experts import ExpertsUsed, GroupBroken, PlaceExperts, RankStarted, StepWanted
+from schemas.experts import ExpertsUsed, PlaceExperts, StepWanted
 from schemas.liveness import ProcessExited
-from schemas.message import Message, Role
+from schemas.message import Role
 
 log = logging.getLogger("shoal.group")
 T = TypeVar("T")
@@ -41,16 +39,17 @@ REPORT_STEPS = 16
 """Steps in a report of what experts were asked for."""
 
 _STEP = {Role.PREFILL: STEP_PREFILL, Role.DECODE: STEP_DECODE}
-_BEGIN = {Role.PREFILL: BEGIN_PREFILL, Role.DECODE: BEGIN_DECODE}
 _PLACE = {Role.PREFILL: PLACE_PREFILL, Role.DECODE: PLACE_DECODE}
 
 
-class Member(Protocol):
-    """An engine's part in its group: see `kernels.engine.Member`."""
+class Member(Meeting, Protocol):
+    """An engine's part in its group: see `kernels.grouping.Member`."""
 
-    rank: int
-    size: int
-    lives: tuple[int, ...]
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
 
     @property
     def generation(self) -> int: ...
@@ -60,9 +59,6 @@ class Member(Protocol):
 
     @property
     def is_awake(self) -> bool: ...
-
-    @property
-    def is_broken(self) -> bool: ...
 
     @property
     def version(self) -> int: ...
@@ -84,30 +80,12 @@ class Engine(Protocol):
     async def start(self) -> None: ...
 
 
-@dataclass(frozen=True)
-class GroupOf:
-    """The ids of a group's ranks, in order, all of one role; `life` is that of the engine here (`Member.lives`), and
-    `timeout_s` how long it waits for another one in a step."""
-
-    ids: tuple[str, ...]
-    life: int
-    timeout_s: float = 0.0
-
-    @property
-    def name(self) -> str:
-        """By its first rank."""
-        return self.ids[0]
-
-
-class GroupLost(Exception):
-    """Another rank is gone. The actor ends, and its supervisor has it meet the others again."""
-
-
 class Ranks:
     """One actor's view of its group, if it is in one. `spawn` is the actor's; `on_called` has it step soon.
 
     Its loop says by `turn` that it comes on: an engine that hangs ends the process (see pulse.py).
-    While the group is asleep nothing runs: who gets work first calls the others.
+    While the group is asleep nothing runs: who gets work first calls the others. When a rank goes, or comes, those that
+    are there meet anew (`meeting.py`) in the place of a step.
     """
 
     def __init__(
@@ -124,48 +102,46 @@ class Ranks:
         self._spawn, self._on_called = spawn, on_called
         self._member: Member | None = None
         self._num_called = self._num_begun = 0  # steps that others wait for, and that were begun here
-        self._is_lost = False
         self._version = 0
         self._placing: asyncio.Task[Any] | None = None
+        self._meetings = None if group is None else Meetings(bus, role, id, group, spawn, on_called)
         self._pulse = Pulse(f"{role}/{id}", 0.0 if group is None else group.timeout_s, spawn, bus.seams.die)
 
     def handlers(self) -> Mapping[Subject[Any, Any], Handler]:
         """To be among the actor's."""
-        if self._group is None:
+        if self._meetings is None:
             return {}
-        return {
+        own: dict[Subject[Any, Any], Handler] = {
             _STEP[self._role]: self._on_step_wanted,
-            _BEGIN[self._role]: self._on_rank_started,
             _PLACE[self._role]: self._on_place,
         }
+        return {**own, **self._meetings.handlers()}
 
     def events(self, others: Mapping[Address[Any, Any], Handler]) -> Mapping[Address[Any, Any], Handler]:
         """The actor's: `others`, and here, too, the ends of processes."""
-        if self._group is None:
+        meetings, known = self._meetings, others.get(EXITED.all())
+        if meetings is None:
             return others
-        known = others.get(EXITED.all())
 
         async def on_exited(exited: ProcessExited, envelope: Envelope) -> None:
             if known is not None:
                 await known(exited, envelope)
-            await self._on_exited(exited, envelope)
+            meetings.exited(exited.ids(self._role))
 
         return {**others, EXITED.all(): on_exited}
 
     async def start(self, engine: Engine) -> None:
-        """Start the engine, which meets the others: they are told meanwhile, as they may still count on the last one.
+        """Start the engine, and meet the other ranks. Raises what the engine raises."""
+        await engine.start()
+        if self._meetings is not None and engine.group is not None:
+            await self._meet(self._meetings, engine.group, "it starts")
+            self._member = engine.group
 
-        Raises what the engine raises.
-        """
-        if self._group is None:
-            await engine.start()
-            return
-        telling = self._spawn(self._repeat(_BEGIN[self._role], RankStarted(id=self._id, life=self._group.life)))
-        try:
-            await engine.start()
-        finally:
-            telling.cancel()
-        self._member = engine.group
+    async def _meet(self, meetings: Meetings, member: Member, why: str) -> None:
+        if self._placing is not None:
+            self._placing.cancel()
+        await meetings.gather(member, why)
+        self._num_called = self._num_begun = self._version = 0
 
     async def turn(self, has_work: asyncio.Event) -> None:
         """Wait for work. The actor's loop is here once in each turn."""
@@ -177,7 +153,10 @@ class Ranks:
 
     def detail(self) -> dict[str, float]:
         """For load reports: turns of the loop so far, each with a step of the engine at most."""
-        return {"steps": float(self._pulse.num_turns)}
+        detail = {"steps": float(self._pulse.num_turns)}
+        if self._meetings is not None and self._member is not None:
+            detail |= {"group_size": float(self._member.size), "meetings": float(self._meetings.num_held)}
+        return detail
 
     @property
     def generation(self) -> int:
@@ -186,72 +165,38 @@ class Ranks:
 
     def is_called(self) -> bool:
         """Whether a step is to be done here even without work, as other ranks need it."""
-        member = self._member
-        if member is None:
+        member, meetings = self._member, self._meetings
+        if member is None or meetings is None:
             return False
-        return member.is_awake or member.num_steps < max(self._num_called, self._num_begun)
+        return meetings.is_due or member.is_awake or member.num_steps < max(self._num_called, self._num_begun)
 
     async def step(self, work: Awaitable[T]) -> T:
         """The result of a step of the engine, which waits for the others: if they are asleep they are called.
 
-        When it fails because one of them is gone, everybody is told before the error goes on.
+        When one of them is gone, or all have left to meet others, those that are there have met again before the error
+        of the engine goes on. Raises GroupLost when too few are left.
         """
-        member = self._member
-        if member is None:
+        member, meetings = self._member, self._meetings
+        if member is None or meetings is None:
             return await work
         calling = None
         if not member.is_awake and member.num_steps >= self._num_called:
             wanted = StepWanted(generation=member.generation, num_steps=member.num_steps)
-            calling = self._spawn(self._repeat(_STEP[self._role], wanted))
+            calling = self._spawn(repeat(self._bus, _STEP[self._role], meetings.others, wanted, REPEAT_S))
         self._num_begun = member.num_steps + 1  # they come: it is done even if the work turns out to be none
         try:
-            result = await work
+            try:
+                result = await work
+            finally:
+                if calling is not None:
+                    calling.cancel()
         except RuntimeError as error:
             if member.is_broken:
-                await self._tell_lost(str(error))
+                await self._meet(meetings, member, str(error))
             raise
-        finally:
-            if calling is not None:
-                calling.cancel()
         if member.num_steps % REPORT_STEPS == 0:
             await self._report(member)
         return result
-
-    async def _repeat(self, subject: Subject[Any, None], message: Message) -> None:
-        """Tell the others again and again, until cancelled."""
-        assert self._group is not None
-        while True:
-            for id in self._group.ids:
-                if id != self._id:
-                    await self._bus.tell(subject.at(id), message)
-            await asyncio.sleep(REPEAT_S)
-
-    async def _on_exited(self, exited: ProcessExited, envelope: Envelope) -> None:
-        """A process has ended: a group asleep would find out at its next step only that a rank was in it."""
-        assert self._group is not None
-        if self._member is not None and (
-            gone := [id for id in exited.ids(self._role) if id in self._group.ids and id != self._id]
-        ):
-            reason = f"{self._role} {gone[0]} has ended"
-            await self._tell_lost(reason)
-            raise GroupLost(reason)
-
-    async def _tell_lost(self, reason: str) -> None:
-        """Once: the group is of no use any more."""
-        assert self._group is not None
-        if self._is_lost:
-            return
-        self._is_lost = True
-        log.error("%s %s: group %s: %s", self._role, self._id, self._group.name, reason)
-        event = GroupBroken(
-            role=self._role,
-            id=self._id,
-            group=self._group.name,
-            ranks=list(self._group.ids),
-            reason=reason,
-            generation=self.generation,
-        )
-        await self._bus.tell(BROKEN.at(self._role), event)
 
     async def _report(self, member: Member) -> None:
         assert self._group is not None
@@ -275,16 +220,6 @@ class Ranks:
             self._num_called = wanted.num_steps + 1
             self._on_called()
 
-    async def _on_rank_started(self, started: RankStarted, envelope: Envelope) -> None:
-        """Its earlier life has ended with all it held, and it waits for this one to end as well."""
-        assert self._group is not None
-        if self._member is None or started.id not in self._group.ids:
-            return
-        if started.life > self._member.lives[self._group.ids.index(started.id)]:
-            reason = f"{self._role} {started.id} has ended, and starts anew"
-            await self._tell_lost(reason)
-            raise GroupLost(reason)
-
     async def _on_place(self, place: PlaceExperts, envelope: Envelope) -> None:
         """One at a time; who places experts says it again until all ranks have done it."""
         member = self._member
@@ -300,6 +235,6 @@ class Ranks:
         try:
             places = [np.frombuffer(one, "<u2").astype(np.int64).reshape(member.size, -1) for one in place.places]
             await member.rearrange(place.version, places)
-        except ValueError as error:  # the others may have gone ahead: no plan after it would be carried out, either
-            await self._tell_lost(f"experts cannot be placed: {error}")
+        except ValueError:  # the others may have gone ahead: no plan after it would be carried out, either
+            log.error("%s %s: experts cannot be placed", self._role, self._id)
             raise

@@ -32,7 +32,7 @@ from schemas.cache import (
     SpaceDescribed,
     StoreBlocks,
 )
-from schemas.experts import ExpertsUsed, GroupBroken, PlaceExperts, RankStarted, StepWanted
+from schemas.experts import ExpertsUsed, GroupBroken, MeetRanks, PlaceExperts, RankPresent, StepWanted
 from schemas.handover import Claim, Claimed, ClaimRefused, Dispatch, Dispatched, HandedOver, HandOver, Refused
 from schemas.liveness import Drain, Ping, Pong, ProcessExited
 from schemas.message import Message, Role
@@ -63,7 +63,8 @@ class Address(Generic[M, R]):
 class Subject(Generic[M, R]):
     """One kind of message at one role. R is None where nobody answers.
 
-    `reply` is R at run time (a Struct or a union of Structs), or None.
+    `reply` is R at run time (a Struct or a union of Structs), or None. `is_early`: an actor that is not ready yet does
+    not keep it waiting.
     """
 
     role: str
@@ -71,6 +72,7 @@ class Subject(Generic[M, R]):
     message: type[M]
     reply: Any = None
     max_bytes: int = MAX_MESSAGE_BYTES
+    is_early: bool = False
 
     def at(self, id: str) -> Address[M, R]:
         """The actor with this id."""
@@ -127,8 +129,10 @@ RESEND_DECODE: Subject[Resend, TokensEmitted] = Subject(Role.DECODE, "resend", R
 # Ranks of a group, and where their experts are
 STEP_PREFILL: Subject[StepWanted, None] = Subject(Role.PREFILL, "step", StepWanted)
 STEP_DECODE: Subject[StepWanted, None] = Subject(Role.DECODE, "step", StepWanted)
-BEGIN_PREFILL: Subject[RankStarted, None] = Subject(Role.PREFILL, "begin", RankStarted)
-BEGIN_DECODE: Subject[RankStarted, None] = Subject(Role.DECODE, "begin", RankStarted)
+PRESENT_PREFILL: Subject[RankPresent, None] = Subject(Role.PREFILL, "present", RankPresent, is_early=True)
+PRESENT_DECODE: Subject[RankPresent, None] = Subject(Role.DECODE, "present", RankPresent, is_early=True)
+MEET_PREFILL: Subject[MeetRanks, None] = Subject(Role.PREFILL, "meet", MeetRanks, is_early=True)
+MEET_DECODE: Subject[MeetRanks, None] = Subject(Role.DECODE, "meet", MeetRanks, is_early=True)
 PLACE_PREFILL: Subject[PlaceExperts, None] = Subject(Role.PREFILL, "place", PlaceExperts)
 PLACE_DECODE: Subject[PlaceExperts, None] = Subject(Role.DECODE, "place", PlaceExperts)
 
@@ -159,7 +163,7 @@ BROKEN: Subject[GroupBroken, None] = Subject("event", "broken", GroupBroken)
 
 def ping(role: str) -> Subject[Ping, Pong]:
     """Every actor answers this."""
-    return Subject(role, "ping", Ping, Pong)
+    return Subject(role, "ping", Ping, Pong, is_early=True)
 
 
 def report_load(role: str) -> Subject[ReportLoad, None]:
@@ -222,7 +226,8 @@ SUBJECTS: tuple[Subject[Any, Any], ...] = (
     *(RESOLVE_IMAGE, ENCODE_IMAGE, RELEASE_IMAGE, CANCEL_VISION),
     *(DISPATCH, CANCEL_PREFILL, RESEND_PREFILL, HAND_OVER, CANCEL_DECODE, RESEND_DECODE),
     *(SHORTENED, DESCRIBE, FIND, KEPT, STORE, DUMP, DROP, ADOPT, MAKE_ROOM, ADMIT, USED),
-    *(STEP_PREFILL, STEP_DECODE, BEGIN_PREFILL, BEGIN_DECODE, PLACE_PREFILL, PLACE_DECODE),
+    *(STEP_PREFILL, STEP_DECODE, PRESENT_PREFILL, PRESENT_DECODE, MEET_PREFILL, MEET_DECODE),
+    *(PLACE_PREFILL, PLACE_DECODE),
     *(LOAD, EXITED, STORED, DROPPED, TOUCHED, FAILED, EXPERTS, BROKEN),
 )
 """All of the above, for tests."""

@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kernels.constraint import Constraint, Logprobs
-from kernels.places import Places
+from kernels.grouping import Member
 
 Tokens = npt.NDArray[np.uint32]
 Buffer = bytes | bytearray | memoryview
@@ -130,64 +130,6 @@ class StateError(ValueError):
     """An exported state that cannot be restored here: wrong layout, or damaged."""
 
 
-class GroupError(RuntimeError):
-    """A rank is gone, or did not answer in time: the group cannot go on. Says which rank found out."""
-
-
-class Member(Protocol):
-    """An engine's part in an expert-parallel group: its ranks compute every step together, also with nothing of their
-    own, as each has experts that the others need. A rank that steps waits for all others to do so.
-    """
-
-    rank: int
-    size: int
-    lives: tuple[int, ...]
-    """Of each rank, a number that grows with each of its starts."""
-
-    @property
-    def generation(self) -> int:
-        """The same on all ranks that have met, and another one each time."""
-        ...
-
-    @property
-    def num_steps(self) -> int:
-        """Steps that the group has done; the same on all its ranks."""
-        ...
-
-    @property
-    def is_awake(self) -> bool:
-        """Whether some rank had requests in the last step: then all have to take part in the next one."""
-        ...
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether a step has failed because a rank is gone."""
-        ...
-
-    @property
-    def version(self) -> int:
-        """Of the places of experts that all layers have."""
-        ...
-
-    @property
-    def places(self) -> list[Places]:
-        """The experts at the places of each rank, for each layer of the backbone, then each draft stage."""
-        ...
-
-    def take_used(self) -> list[npt.NDArray[np.int64]]:
-        """How many rows of this rank went to each expert since this was last asked, for each layer. Between steps."""
-        ...
-
-    async def rearrange(self, version: int, places: Sequence[Places]) -> None:
-        """Go on with other places, each layer at a step that the ranks agree on; returns when all have them.
-
-        All ranks are to be told the same. Weights are loaded beside steps, and taken over by those that come: without
-        any it waits. A version that is not newer changes nothing; a newer one replaces what is not carried out yet.
-        Raises ValueError for places that do not fit.
-        """
-        ...
-
-
 class Engine(Protocol):
     """See the module's docstring for the order of calls. Keys are request ids; an unknown key is a KeyError.
 
@@ -207,12 +149,13 @@ class Engine(Protocol):
         """The group it is in, once it is started; None when it has all experts itself.
 
         In a group `prefill` and `decode` take part in a step also when they are given nothing, and raise GroupError
-        when a rank is gone: the engine is then only good to be closed.
+        when a rank is gone, until those that are left have met again. A step of `decode` that failed so is undone; one
+        of `prefill` leaves its own requests undefined, unless it was Regrouping.
         """
         ...
 
     async def start(self) -> None:
-        """Load weights and warm up; in a group, meet the other ranks: GroupError when one does not come."""
+        """Load weights and warm up; in a group that is done at the first meeting."""
         ...
 
     def admit(self, key: str, num_tokens: int, sampling: Sampling, *, bounded_prompt: int = 0) -> Admission:

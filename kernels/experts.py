@@ -56,7 +56,7 @@ def load_experts(
         places = first_places(role.num_experts, group.size, group.num_redundant)
     except ValueError as error:
         raise ConfigError(f"{role.name}: {error}") from None
-    return SpreadExperts(group, load, places, config.hidden_size)
+    return SpreadExperts(group, load, places[group.rank].tolist(), role.num_experts, config.hidden_size)
 
 
 class LocalExperts:
@@ -113,21 +113,32 @@ def _joined(
 class SpreadExperts:
     """The experts of a layer over the ranks of a group: each row goes to where its experts are, and comes back.
 
+    Before the ranks have met it has its own experts only, and no places.
+
     The same bits as with all experts here, whatever the places: products are those of one row, and a row's picks are
     added where the row is, in pick order (design §5). Every rank has to `run` or to `serve` at the same time.
     """
 
-    def __init__(self, group: Group, load: Callable[[Sequence[int]], LocalExperts], places: Places, dim: int) -> None:
+    def __init__(
+        self,
+        group: Group,
+        load: Callable[[Sequence[int]], LocalExperts],
+        held: Sequence[int],
+        num_experts: int,
+        dim: int,
+    ) -> None:
         self._group, self._load, self._dim = group, load, dim
-        self.num_experts = int(places.max()) + 1
-        self.used = np.zeros(self.num_experts, dtype=np.int64)
+        self.num_experts = num_experts
+        self.used = np.zeros(num_experts, dtype=np.int64)
         """Rows of this rank that went to each expert, ever."""
-        self.switch(places, load(places[group.rank].tolist()))
+        self.held = list(held)
+        """The experts that are here, in the order of their weights."""
+        self.local = load(held)
         self.reads_fp8 = self.local.reads_fp8
 
-    def load(self, places: Places) -> LocalExperts:
-        """What would be here with other `places`: those that are here already are not read again."""
-        here, wanted = self.places[self._group.rank].tolist(), places[self._group.rank].tolist()
+    def load(self, wanted: Sequence[int]) -> LocalExperts:
+        """What would be here with other experts: those that are here already are not read again."""
+        here, wanted = self.held, list(wanted)
         if wanted == here:  # a plan leaves most layers as they are
             return self.local
         missing = [expert for expert in wanted if expert not in here]
@@ -136,8 +147,8 @@ class SpreadExperts:
         return self.local.joined(other, [known.index(expert) for expert in wanted])
 
     def switch(self, places: Places, local: LocalExperts) -> None:
-        """Go on with other `places`, of which `load` made `local`; at the same step on all ranks."""
-        self.places, self.local = places, local
+        """Go on with these `places`, of which `load` made `local`; at the same step on all ranks."""
+        self.places, self.local, self.held = places, local, places[self._group.rank].tolist()
         device = self._group.device
         where: list[list[int]] = [[] for _ in range(self.num_experts)]
         for place, expert in enumerate(places.ravel().tolist()):

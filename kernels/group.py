@@ -1,11 +1,11 @@
-"""The ranks that hold the experts of a model together and step together (design §2, "group")."""
+"""The ranks that hold the experts of a model together and step together (design §2, "group"; §6)."""
 
 from __future__ import annotations
 
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -14,97 +14,91 @@ import numpy.typing as npt
 import torch
 import torch.distributed
 
-from kernels.engine import GroupError
+from kernels.grouping import GroupError
 
 dist: Any = torch.distributed  # its stubs lack most of what is used here
 
-MEET_S = 100.0
-"""For so long a rank waits for the others to come: they may take longer to load their weights."""
-
-RETRY_S = 0.05
+MEET_S = 10.0
+"""For so long a rank waits for the others to come to a meeting: all of them have said that they wait for it."""
 
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """Which of how many ranks this one is. Rank 0 listens at `address` (host:port), where the others find it.
+    """A group as it is meant to be, of `size` ranks, and which of them this one is: so its weights are loaded.
 
-    `timeout_s`: for how long a rank waits for another in a step, and `meet_s` when they meet; `num_redundant`: copies
-    beyond one of each expert, at least so many in each layer. `life` grows from each start of a rank to its next one.
+    `timeout_s`: for how long a rank waits for another in a step; `num_redundant`: copies beyond one of each expert, at
+    least so many in each layer. `host`: this machine, as the other ranks reach it.
     """
 
     rank: int
     size: int
-    address: str
     timeout_s: float
     num_redundant: int = 0
-    meet_s: float = MEET_S
-    life: int = field(default_factory=time.time_ns)
+    host: str = "127.0.0.1"
 
 
 class Group:
-    """Exchanges among the ranks of a group, over gloo on a CPU and NCCL on a GPU. Every rank makes the same calls in
-    the same order, from one thread; each raises GroupError once a rank is gone, after `timeout_s` at the latest.
+    """Exchanges among ranks that have met, over gloo on a CPU and NCCL on a GPU. Every rank makes the same calls in
+    the same order, from one thread; each raises GroupError once a rank is gone, after `timeout_s` at the latest. Those
+    that are left may meet again.
     """
 
     def __init__(self, spec: GroupSpec, device: torch.device) -> None:
         self.rank, self.size, self.num_redundant, self.device = spec.rank, spec.size, spec.num_redundant, device
+        self.generation = 0
+        """The same on all ranks that have met, and a greater one each time."""
         self.exchange_ns = 0
         """Spent in exchanges, waiting for others included."""
-        self.lives: tuple[int, ...] = ()
-        """Of all ranks that have met."""
         self._spec = spec
+        self._listener: socket.socket | None = None
         self._store: Any = None
         self._backend: Any = None
+        self._is_met = False
 
-    @property
-    def generation(self) -> int:
-        """The same on all ranks that have met, and another one each time."""
-        return self.lives[0] if self.lives else 0
+    def listen(self) -> str:
+        """Where this rank can be met as the first one, host:port: any free port."""
+        self._close_listener()
+        # Left to itself the store would listen on all networks of the machine.
+        self._listener = socket.create_server((self._spec.host, 0), backlog=1024)
+        return f"{self._spec.host}:{self._listener.getsockname()[1]}"
 
-    def join(self) -> None:
-        """Meet the other ranks. Those that have met with an earlier life of this one are waited for, to begin anew.
+    def meet(self, generation: int, rank: int, size: int, address: str) -> None:
+        """Meet the others, as `rank` of `size`. Raises GroupError when not all come in time."""
+        self.leave()
+        self.generation, self.rank, self.size = generation, rank, size
+        try:
+            if size > 1:
+                self._connect(address)
+            self._is_met = True
+        except (RuntimeError, ValueError, OSError) as error:
+            self.leave()
+            raise self._broken("no meeting of all ranks", error) from None
+        finally:
+            self._close_listener()
 
-        Raises GroupError when not all come in time.
-        """
-        end_s = time.monotonic() + self._spec.meet_s
-        while True:
-            try:
-                self._meet(end_s)
-                return
-            except (RuntimeError, ValueError, OSError) as error:
-                self.leave()
-                if time.monotonic() > end_s:
-                    raise self._broken("no meeting of all ranks", error) from None
-            time.sleep(RETRY_S)
-
-    def _meet(self, end_s: float) -> None:
-        spec, left = self._spec, timedelta(seconds=max(end_s - time.monotonic(), 0.001))
-        host, _, port = spec.address.rpartition(":")
-        listening = _listen(host, int(port)) if spec.rank == 0 else None
+    def _connect(self, address: str) -> None:
+        host, _, port = address.rpartition(":")
+        end_s = time.monotonic() + MEET_S
+        listening = self._listener.detach() if self.rank == 0 and self._listener is not None else None
+        left = timedelta(seconds=MEET_S)
         store = self._store = dist.TCPStore(
-            *(host, int(port), spec.size, spec.rank == 0),
+            *(host, int(port), self.size, self.rank == 0),
             timeout=left,
             wait_for_workers=False,
             master_listen_fd=listening,
         )
-        names = [f"life {rank}" for rank in range(spec.size)]
-        store.set(names[spec.rank], str(spec.life))
-        if spec.rank == 0:
-            store.wait(names, left)
-            store.set("met", b",".join(map(store.get, names)))
-        lives = tuple(map(int, store.get("met").split(b",")))
-        if lives[spec.rank] != spec.life:
-            raise ValueError("the others have met with an earlier life of it")
+        store.set(f"{self.generation} {self.rank}", "here")
+        left = timedelta(seconds=max(end_s - time.monotonic(), 0.001))
+        store.wait([f"{self.generation} {rank}" for rank in range(self.size)], left)
         if self.device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timedelta(seconds=spec.timeout_s)
-            self._backend = dist.ProcessGroupNCCL(store, spec.rank, spec.size, options)
+            options._timeout = timedelta(seconds=self._spec.timeout_s)
+            self._backend = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
         else:
             options = dist.ProcessGroupGloo._Options()
-            options._timeout = timedelta(seconds=spec.timeout_s)
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(host, int(port)))]
-            self._backend = dist.ProcessGroupGloo(store, spec.rank, spec.size, options)
-        self.lives = lives
+            options._timeout = timedelta(seconds=self._spec.timeout_s)
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._spec.host)]
+            self._backend = dist.ProcessGroupGloo(store, self.rank, self.size, options)
 
     def agree(self, said: Sequence[int]) -> npt.NDArray[np.int64]:
         """What each rank said: [ranks, numbers]."""
@@ -122,17 +116,26 @@ class Group:
         return self._all_to_all(answers, sent, received)
 
     def leave(self) -> None:
-        """Let go of the others. Idempotent, also after a failure."""
+        """Let go of the others. Idempotent, also after a failure; from any thread."""
         self._backend = self._store = None
+        self._is_met = False
+
+    def _close_listener(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
 
     def _all_to_all(self, rows: torch.Tensor, received: list[int] | None, sent: list[int] | None) -> torch.Tensor:
-        if self._backend is None:
-            raise GroupError(f"rank {self.rank} has not joined its group, or left it")
+        backend = self._backend  # from another thread the group may be left at any time
+        if not self._is_met or (backend is None and self.size > 1):
+            raise GroupError(f"rank {self.rank} of {self.size} has not met the others, or left them")
+        if backend is None:
+            return rows
         started_ns = time.perf_counter_ns()
         num = len(rows) if received is None else sum(received)
         out = rows.new_empty(num, *rows.shape[1:])
         try:
-            work = self._backend.alltoall_base(
+            work = backend.alltoall_base(
                 out, rows.contiguous(), received or [], sent or [], dist.AllToAllOptions()
             )
             work.wait()
@@ -143,17 +146,4 @@ class Group:
 
     def _broken(self, what: str, error: Exception) -> GroupError:
         why = str(error).partition("\n")[0].partition("] ")[2] or str(error)  # without the library's own source line
-        return GroupError(f"rank {self.rank} of {self.size} at {self._spec.address}: {what}: {why.partition('. ')[0]}")
-
-
-def _listen(host: str, port: int) -> int:
-    """A socket to be listened at: left to itself the store would listen on all networks of the machine."""
-    with socket.create_server((host, port), backlog=1024) as server:
-        return server.detach()
-
-
-def _own_address(host: str, port: int) -> str:
-    """This machine's on its way to `host`: nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))
-        return str(probe.getsockname()[0])
+        return GroupError(f"rank {self.rank} of {self.size}: {what}: {why.partition('. ')[0]}")

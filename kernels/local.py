@@ -22,13 +22,13 @@ from kernels.engine import (
     Chunk,
     Counts,
     EngineInfo,
-    GroupError,
     ImageRows,
     Prefix,
     Sampling,
     Tokens,
 )
 from kernels.group import Group, GroupSpec
+from kernels.grouping import GroupError
 from kernels.keys import ConfigError
 from kernels.kvlayout import KVLayout
 from kernels.lockstep import Lockstep
@@ -78,7 +78,8 @@ class LocalEngine:
 
         num_slots: requests held at once; max_step_tokens: the most tokens of one prefill step; num_threads: torch's, as
         products take one (`ops/blas.py`); drafts: whether the draft stages are used, where the checkpoint has them, and
-        whether all they say is verified or what pays (`schedule.py`); group: the ranks that share the experts.
+        whether all they say is verified or what pays (`schedule.py`); group: the ranks that share the experts, which
+        are met when it is started.
         """
         self._folder = Path(folder)
         self._compute_dtype: ComputeDtype = compute_dtype
@@ -127,7 +128,8 @@ class LocalEngine:
         return sum(moe.experts.num_bytes for moe in self._loaded().model.moes)
 
     async def start(self) -> None:
-        """Load the weights and run one small step. Raises ConfigError or CheckpointError."""
+        """Load the weights and run one small step, in a group at its first meeting. Raises ConfigError or
+        CheckpointError."""
         await self._thread.run(self._load)
 
     def admit(self, key: str, num_tokens: int, sampling: Sampling, *, bounded_prompt: int = 0) -> Admission:
@@ -235,17 +237,19 @@ class LocalEngine:
             raise ValueError(f"request {key}: the image at position {position} was not attached")
 
     async def _step(self, work: Callable[[Stepping], T]) -> T:
-        steps, is_broken = self._loaded(), False
-        try:
+        steps, member = self._loaded(), self._member
+        if member is None:
             return await self._thread.run(lambda: work(steps))
-        except Exception as error:
-            is_broken = self._member is not None
-            if is_broken and not isinstance(error, GroupError):  # the others go on without us: no step fits any more
-                raise GroupError(f"a step of the group failed here: {error!r}") from error
+        try:
+            result = await self._thread.run(lambda: work(steps))
+        except GroupError:
+            member.stepped(is_broken=True)
             raise
-        finally:
-            if self._member is not None:
-                self._member.stepped(is_broken=is_broken)
+        except Exception as error:  # the others go on without us: no step fits any more
+            member.leave()
+            raise RuntimeError(f"a step of the group failed here: {error!r}") from error
+        member.stepped()
+        return result
 
     def _loaded(self) -> Stepping:
         if self._steps is None:
@@ -256,8 +260,6 @@ class LocalEngine:
         """In the engine's thread."""
         group = None if self._group_spec is None else Group(self._group_spec, torch.device(self._device))
         model = load_model(self._folder, compute_dtype=self._compute_dtype, device=self._device, group=group)
-        if group is not None:
-            group.join()
         most_drafts = self._config.dspark_block_size if self._drafts else 0
         pool = StatePool(
             self._config,
@@ -268,15 +270,22 @@ class LocalEngine:
             num_blocks=self._num_blocks,
             device=model.device,
         )
-        slot = pool.alloc(1)
-        model.logits(model.forward(Batch.last_rows([(slot, 0, [self._config.bos_token_id])]), pool))
-        pool.free(slot)
         space = _space(revision(self._folder), self._config, self._compute_dtype, self._device)
         self._info = dataclasses.replace(self._info, space=space)
         lockstep = Lockstep(group, model)
         scheduler = Scheduler(self._mode if model.drafter is not None else "off", self._temperatures)
         self._steps = Stepping(model, pool, lockstep, scheduler, self._info.eos_token)
-        self._member = None if group is None else LocalMember(group, lockstep, self._thread)
+        if group is None:
+            self._warm_up()
+        else:
+            self._member = LocalMember(group, lockstep, self._thread, self._warm_up, model.serve)
+
+    def _warm_up(self) -> None:
+        """In the engine's thread, before there is any request."""
+        model, pool = self._loaded().model, self._loaded().pool
+        slot = pool.alloc(1)
+        model.logits(model.forward(Batch.last_rows([(slot, 0, [self._config.bos_token_id])]), pool))
+        pool.free(slot)
 
 
 def _card(folder: Path) -> dict[str, Any]:

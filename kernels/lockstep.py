@@ -12,8 +12,9 @@ import numpy.typing as npt
 
 from kernels.experts import LocalExperts, SpreadExperts
 from kernels.group import Group
+from kernels.grouping import Regrouping
 from kernels.model import Model
-from kernels.places import Places, check_places
+from kernels.places import Places, check_places, near_places
 
 AHEAD = 2
 """Layers whose weights are there twice, at most."""
@@ -53,20 +54,38 @@ class Lockstep:
         """Whether some rank had requests in the last step, and may go on with them in the next one."""
         self.version = 0
         """Of the places that all layers have."""
+        self.is_called_off = False
+        """Whether all ranks are to leave the group at the next step."""
         self._plan: _Plan | None = None
+
+    def renew(self) -> None:
+        """The ranks have met: every expert gets a place near to where it is, and what is missing here is read.
+
+        Raises GroupError when a rank is gone.
+        """
+        assert self._group is not None
+        self._plan, self.num_steps, self.version, self.is_awake, self.is_called_off = None, 0, 0, False, False
+        for layer in self.layers:
+            said = self._group.agree(layer.held + [-1] * (layer.num_experts - len(layer.held)))
+            held = [row[row >= 0].tolist() for row in said]
+            places = near_places(held, layer.num_experts, self._group.num_redundant)
+            layer.switch(places, layer.load(places[self._group.rank].tolist()))
 
     def begin(self, *, is_busy: bool, drafts: bool, rows: bool) -> Agreed:
         """Tell the others, and hear from them, whether there are requests, and rows for which passes.
 
-        Raises GroupError when a rank is gone.
+        Raises GroupError when a rank is gone, Regrouping when one has called the group off.
         """
         if self._group is None:
             return Agreed(drafts, rows)
         plan = self._plan
-        said = self._group.agree([is_busy, drafts, rows, *((plan.digest, plan.num_loaded) if plan else (0, 0))])
+        planned = (plan.digest, plan.num_loaded) if plan else (0, 0)
+        said = self._group.agree([is_busy, drafts, rows, self.is_called_off, *planned])
         self.num_steps += 1
-        self._switch(said[:, 3:])
-        self.is_awake, any_drafts, any_rows = (bool(column.any()) for column in said[:, :3].T)
+        self.is_awake, any_drafts, any_rows, is_called_off = (bool(column.any()) for column in said[:, :4].T)
+        if is_called_off:
+            raise Regrouping(f"rank {self._group.rank} of {self._group.size}: all leave to meet others")
+        self._switch(said[:, 4:])
         return Agreed(any_drafts, any_rows)
 
     @property
@@ -94,9 +113,10 @@ class Lockstep:
         """Load the weights of the next layer of the plan, from one thread; False when there is none, or enough are
         loaded that wait for other ranks. Safe beside all others."""
         plan = self._plan
-        if plan is None or plan.num_loaded == len(self.layers) or self.num_ahead >= AHEAD:
+        if self._group is None or plan is None or plan.num_loaded == len(self.layers) or self.num_ahead >= AHEAD:
             return False
-        plan.loaded.append(self.layers[plan.num_loaded].load(plan.places[plan.num_loaded]))
+        layer, places = self.layers[plan.num_loaded], plan.places[plan.num_loaded]
+        plan.loaded.append(layer.load(places[self._group.rank].tolist()))
         plan.num_loaded += 1  # last: from here on it is switched to
         return True
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -15,19 +15,62 @@ from kernels.thread import ComputeThread
 
 
 class LocalMember:
-    """Of a LocalEngine, whose steps run in `thread`; weights are loaded in a thread of their own, beside steps."""
+    """Of a LocalEngine, whose steps run in `thread`; weights are loaded in a thread of their own, beside steps.
 
-    def __init__(self, group: Group, lockstep: Lockstep, thread: ComputeThread) -> None:
-        self.rank, self.size, self.lives = group.rank, group.size, group.lives
+    `first` is run in it when the ranks have met for the first time: this one's first step, in which others serve it.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        lockstep: Lockstep,
+        thread: ComputeThread,
+        first: Callable[[], None],
+        serve: Callable[[], None],
+    ) -> None:
         self._group, self._lockstep, self._thread = group, lockstep, thread
-        self.is_broken = False
+        self._first: Callable[[], None] | None = first
+        self._serve = serve
+        self.is_broken = True
         self._loading = ComputeThread("experts", 1)
         self._has_stepped = asyncio.Event()
         self._taken = [np.zeros(layer.num_experts, dtype=np.int64) for layer in lockstep.layers]
 
     @property
+    def rank(self) -> int:
+        return self._group.rank
+
+    @property
+    def size(self) -> int:
+        return self._group.size
+
+    @property
     def generation(self) -> int:
         return self._group.generation
+
+    def listen(self) -> str:
+        return self._group.listen()
+
+    async def meet(self, generation: int, rank: int, size: int, address: str) -> None:
+        self.is_broken = True
+        await self._thread.run(lambda: self._meet(generation, rank, size, address))
+        self.is_broken = False
+
+    def _meet(self, generation: int, rank: int, size: int, address: str) -> None:
+        self._group.meet(generation, rank, size, address)
+        self._lockstep.renew()
+        agreed = self._lockstep.begin(is_busy=False, drafts=False, rows=self._first is not None)
+        if self._first is not None:
+            self._first()
+            self._first = None
+        elif agreed.rows:
+            self._serve()
+
+    def call_off(self) -> None:
+        self._lockstep.is_called_off = True
+
+    def abandon(self) -> None:
+        self._group.leave()
 
     @property
     def num_steps(self) -> int:
@@ -65,12 +108,14 @@ class LocalMember:
             self._has_stepped.clear()
             await self._has_stepped.wait()
 
-    def stepped(self, *, is_broken: bool) -> None:
-        """A step is over."""
-        self.is_broken |= is_broken
+    def stepped(self, *, is_broken: bool = False) -> None:
+        """A step is over. Of a group that is broken nobody is left waiting."""
+        if is_broken:
+            self.is_broken = True
+            self._group.leave()
         self._has_stepped.set()
 
     def leave(self) -> None:
-        """The engine is closed."""
+        """The engine is closed, or of no use any more."""
         self._loading.close()
         self._group.leave()

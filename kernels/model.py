@@ -98,7 +98,8 @@ class Model:
         of the batch, or where it has none the token's own.
         `trace`, when given, is filled with intermediate tensors under the names of the golden data.
         Raises ValueError when a segment does not continue its slot's state or exceeds `pool.max_tokens`, or a token
-        is outside the vocabulary; the pool is then as it was.
+        is outside the vocabulary; the pool is then as it was. Raises GroupError when a rank of the group is gone: no
+        length has advanced then, and only rows behind them were written.
         """
         if bool(((batch.tokens < 0) | (batch.tokens >= self.config.vocab_size)).any()):
             raise ValueError(f"token ids must be in [0, {self.config.vocab_size})")

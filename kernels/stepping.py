@@ -88,7 +88,11 @@ class Stepping:
         return time.perf_counter_ns() - started_ns
 
     def decode(self, requests: Sequence[SlotRequest]) -> list[list[int]]:
-        """Feed the last token of those that have sampled one, and what is drafted behind it; sample what follows."""
+        """Feed the last token of those that have sampled one, and what is drafted behind it; sample what follows.
+
+        Raises GroupError when a rank is gone. All requests are then as they were: what was written of their state is
+        behind its end, as that of drafts that are not accepted (design §6).
+        """
         fed = [_Run(request, request.num_tokens) for request in requests if request.last != NONE]
         fresh = [_Run(request, request.num_tokens - 1) for request in requests if request.last == NONE]
         room = [max(0, run.request.num_reserved - run.start - 1) for run in fed]

@@ -21,12 +21,12 @@ from kernels.engine import (
     Counts,
     EngineInfo,
     ImageRows,
-    Member,
     Prefix,
     Sampling,
     StateError,
     Tokens,
 )
+from kernels.grouping import Member
 from kernels.pages import num_blocks_of
 from kernels.requests import NONE, Request, Requests, check_restored
 from kernels.seal import seal, unseal

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import socket
+import time
+from urllib.parse import urlsplit
+
 from bus.actor import Actor
 from bus.bulk import Bulk
 from bus.bus import Bus
 from bus.files import Files, PosixFiles
-from bus.ranks import GroupOf
+from bus.meeting import GroupOf
 from kernels.engine import Engine
 from run.cluster import SEEING, Member, ProcessSpec, without_vision
-from run.settings import Settings, SettingsError
+from run.settings import LOOPBACK, Settings, SettingsError
 from run.store import need_folder
 from schemas.message import Role
 
@@ -114,7 +118,8 @@ def _engine(spec: ProcessSpec, settings: Settings) -> tuple[Engine, GroupOf | No
 
     rank = None
     if (place := spec.group) is not None:
-        rank = GroupSpec(place.rank, len(place.ids), place.address, settings.step_timeout_s, place.num_redundant)
+        host = _own_address(settings)
+        rank = GroupSpec(place.rank, len(place.ids), settings.step_timeout_s, place.num_redundant, host)
     engine = LocalEngine(
         settings.model,
         num_slots=spec.num_slots,
@@ -123,7 +128,19 @@ def _engine(spec: ProcessSpec, settings: Settings) -> tuple[Engine, GroupOf | No
         drafts=settings.drafts,
         group=rank,
     )
-    return engine, None if place is None or rank is None else GroupOf(place.ids, rank.life, settings.step_timeout_s)
+    if place is None:
+        return engine, None
+    return engine, GroupOf(place.ids, time.time_ns(), settings.step_timeout_s, place.least)
+
+
+def _own_address(settings: Settings) -> str:
+    """This machine's on its way to the broker, for the other ranks of its group. Nothing is sent."""
+    if settings.host == LOOPBACK:
+        return LOOPBACK
+    broker = urlsplit(settings.nats_url.partition(",")[0])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((broker.hostname or LOOPBACK, broker.port or 4222))
+        return str(probe.getsockname()[0])
 
 
 def _files(settings: Settings) -> Files:

@@ -56,12 +56,10 @@ class Change:
 
 
 def _as_it_runs(spec: ProcessSpec, known: ProcessSpec | None) -> ProcessSpec:
-    """The same but for what a file does not say of it: the threads it was given, and where its group meets."""
+    """The same but for what a file does not say of it: the threads it was given."""
     if known is None:
         return spec
     same = replace(spec, num_threads=known.num_threads)
-    if spec.group is not None and known.group is not None:
-        same = replace(same, group=replace(spec.group, address=known.group.address))
     return same if same == known else spec
 
 

@@ -81,8 +81,8 @@ def node(
     threads: int | None = None,
     slots: int | None = None,
     ranks: str = "",
-    meet: str = "",
     redundant: int = 0,
+    least: int = 1,
 ) -> None:
     """Run some actors in this process, on the broker at SHOAL_NATS_URL; SIGTERM stops it.
 
@@ -100,10 +100,10 @@ def node(
     ranks
         The ids of all ranks of its expert-parallel group, in order, with commas between; the one actor's id is among
         them.
-    meet
-        Where the first of these ranks listens for the others, as HOST:PORT.
     redundant
         Copies beyond one of each expert, at least so many in each layer of the group.
+    least
+        How few ranks of the group go on when others are gone: they have to hold all experts between them.
     """
     from run.build import serving
     from run.cluster import DEFAULT_SLOTS, GroupPlace, ProcessSpec, num_cores, parse_actors
@@ -111,7 +111,7 @@ def node(
     from run.settings import Settings
 
     members, settings = parse_actors(actors), Settings.from_environment()
-    name, group = name or members[0].role.value, GroupPlace.parse(members, ranks, meet, redundant)
+    name, group = name or members[0].role.value, GroupPlace.parse(members, ranks, redundant, least)
     spec = ProcessSpec(name, members, threads or num_cores(), slots or DEFAULT_SLOTS, group)
     served = serving((spec,), settings)
     if not served:

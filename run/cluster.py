@@ -24,8 +24,8 @@ OPTIONAL = SEEING | {Role.METADATA, Role.KVSTORE, Role.WRITER, Role.QUOTA, Role.
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _NOT_IDS = frozenset({"any", "all"})  # destinations of their own on the bus
-_KEYS = {"name": str, "actors": list, "threads": int, "slots": int, "ep": int, "redundant": int}
-_BOUNDS = {"threads": (1, 4096), "slots": (1, 65536), "ep": (1, 1024), "redundant": (0, 65536)}
+_KEYS = {"name": str, "actors": list, "threads": int, "slots": int, "ep": int, "redundant": int, "least": int}
+_BOUNDS = {"threads": (1, 4096), "slots": (1, 65536), "ep": (1, 1024), "redundant": (0, 65536), "least": (1, 1024)}
 GROUPED = frozenset({Role.PREFILL, Role.DECODE})
 """Who can be in an expert-parallel group."""
 
@@ -56,31 +56,31 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupPlace:
-    """A process's place in an expert-parallel group: its `rank` among the actors `ids`, and where rank 0 listens for
-    the others, host:port; each layer has at least `num_redundant` copies beyond one of each expert."""
+    """A process's place in an expert-parallel group: its `rank` among the actors `ids`; each layer has at least
+    `num_redundant` copies beyond one of each expert. Fewer than `least` ranks do not go on without the others."""
 
     ids: tuple[str, ...]
     rank: int
-    address: str = ""
     num_redundant: int = 0
+    least: int = 1
 
     @classmethod
-    def parse(cls, members: Sequence[Member], ranks: str, meet: str, redundant: int) -> GroupPlace | None:
+    def parse(cls, members: Sequence[Member], ranks: str, redundant: int, least: int) -> GroupPlace | None:
         """As given on a command line; None without ranks. Raises ClusterError."""
         if not ranks:
-            if meet or redundant:
-                raise ClusterError("--meet and --redundant are of a group; give its --ranks, too")
+            if redundant or least != 1:
+                raise ClusterError("--redundant and --least are of a group; give its --ranks, too")
             return None
-        ids, (host, _, port) = tuple(ranks.split(",")), meet.rpartition(":")
+        ids = tuple(ranks.split(","))
         if len(members) != 1 or members[0].role not in GROUPED or members[0].id not in ids:
             raise ClusterError(f"--ranks {ranks}: give one prefill or decode actor, whose id is among them")
         if len(ids) < 2 or len(set(ids)) != len(ids) or not all(map(_NAME.fullmatch, ids)):
             raise ClusterError(f"--ranks {ranks}: give two or more ids, with commas between and each once")
-        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise ClusterError(f"--meet {meet}: give HOST:PORT, where {members[0].role}/{ids[0]} listens")
         if redundant < 0:
             raise ClusterError(f"--redundant {redundant}: give 0 or more")
-        return cls(ids, ids.index(members[0].id), meet, redundant)
+        if not 1 <= least <= len(ids):
+            raise ClusterError(f"--least {least}: give 1 to {len(ids)}, as there are so many ranks")
+        return cls(ids, ids.index(members[0].id), redundant, least)
 
 
 @dataclass(frozen=True)
@@ -152,6 +152,9 @@ def _check_types(where: str, table: Any) -> None:
 def _processes(where: str, table: dict[str, Any], share: int) -> tuple[ProcessSpec, ...]:
     """One, or with `ep` one for each rank."""
     spec, size, redundant = _process(where, table, share), table.get("ep", 1), table.get("redundant", 0)
+    least = table.get("least", 1)
+    if least > size:
+        raise ClusterError(f"{where} ({spec.name}): least must be at most ep, {size}, not {least}")
     if size == 1:
         if redundant:
             raise ClusterError(f"{where} ({spec.name}): redundant experts need a group; set ep to 2 or more")
@@ -165,7 +168,7 @@ def _processes(where: str, table: dict[str, Any], share: int) -> tuple[ProcessSp
             spec,
             name=f"{spec.name}-{rank}",
             members=(Member(role, id),),
-            group=GroupPlace(ids, rank, num_redundant=redundant),
+            group=GroupPlace(ids, rank, redundant, least),
         )
         for rank, id in enumerate(ids)
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -54,18 +53,6 @@ def check_tenants(settings: Settings, specs: tuple[ProcessSpec, ...], console: C
         raise SettingsError(f"{where} has limits, but no process of the cluster file has a quota actor; add quota/q0")
     if path is not None and path.stat().st_mode & 0o077:
         console.print(f"[yellow]SHOAL_TENANTS: others may read {escape(str(path))}; chmod 600 it[/]", soft_wrap=True)
-
-
-def meeting(specs: tuple[ProcessSpec, ...]) -> tuple[ProcessSpec, ...]:
-    """The same, with a free port for the ranks of each group to meet at."""
-    addresses: dict[str, str] = {}
-    found = []
-    for spec in specs:
-        if spec.group is not None:
-            address = addresses.setdefault(spec.unit, f"{LOOPBACK}:{claim_port(0)}")
-            spec = replace(spec, group=replace(spec.group, address=address))
-        found.append(spec)
-    return tuple(found)
 
 
 def claim_port(port: int) -> int:

@@ -30,7 +30,7 @@ from run.cluster import Member, ProcessSpec, read_cluster
 from run.health import find_silent
 from run.home import Client, Home, Ready, Running, write_private
 from run.node import MISTAKE
-from run.preflight import check, check_tenants, claim_port, clear, meeting
+from run.preflight import check, check_tenants, claim_port, clear
 from run.settings import LOOPBACK, Settings, SettingsError
 from run.store import Store, stores
 from run.watch import Watch
@@ -133,7 +133,7 @@ class Stack:
         members = [str(member) for member in spec.members]
         options = {"--name": spec.name, "--threads": spec.num_threads, "--slots": spec.num_slots}
         if (group := spec.group) is not None:
-            options |= {"--ranks": ",".join(group.ids), "--meet": group.address, "--redundant": group.num_redundant}
+            options |= {"--ranks": ",".join(group.ids), "--redundant": group.num_redundant, "--least": group.least}
         program = Program(
             spec.name,
             [sys.executable, "-m", "run.cli", "node", *members, *(str(x) for pair in options.items() for x in pair)],
@@ -325,7 +325,6 @@ def up(
             filename=home.log_path("up"), level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s"
         )
         settings = replace(settings, http_port=claim_port(settings.http_port))
-        specs = meeting(specs)
         return asyncio.run(Stack(specs, settings, home, console, ready_file, cluster).run())
     finally:
         ready_file.unlink(missing_ok=True)  # what it says is true no longer

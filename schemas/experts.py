@@ -1,4 +1,4 @@
-"""Expert-parallel groups: calling each other, what experts are asked for, where they are to be, and the end of one."""
+"""Expert-parallel groups: who meets, calling each other, what experts are asked for and where they are to be."""
 
 from __future__ import annotations
 
@@ -12,14 +12,27 @@ class StepWanted(Message, frozen=True):
     num_steps: int
 
 
-class RankStarted(Message, frozen=True):
-    """Rank to rank: `id` starts, and waits to meet the others. Who has met with an earlier `life` of it begins anew.
+class RankPresent(Message, frozen=True):
+    """Rank to rank: `id` is here, in its `life`, and was in `generation` last, 0 if in none.
 
-    Lives of a rank grow; those of different ranks are not compared.
+    `is_waiting`: it has left that generation, if any, and waits to meet the others. Else it is in it, says so for a
+    group that is not whole, and others may come to it. Lives of a rank grow; those of different ranks are not compared.
     """
 
     id: str
     life: int
+    generation: int
+    is_waiting: bool
+
+
+class MeetRanks(Message, frozen=True):
+    """Command of the rank that leads, the first of `ids`, to those that wait: these meet as `generation`, in this
+    order, each in its life, at `address`, where the first one listens. Generations grow."""
+
+    generation: int
+    ids: list[str]
+    lives: list[int]
+    address: str
 
 
 class ExpertsUsed(Message, frozen=True):
@@ -52,9 +65,8 @@ class PlaceExperts(Message, frozen=True):
 
 
 class GroupBroken(Message, frozen=True):
-    """Event: the rank `id` found that another of its group is gone or does not answer. The group does not step any
-    more: all that its `ranks` held is lost, until they have met again. What they hold since they met in a later
-    `generation` than this one is not meant."""
+    """Event: the group goes on without these of its `ranks`, says the rank `id`; what they held is lost. What they hold
+    since they met in a later `generation` than this one is not meant."""
 
     role: Role
     id: str

@@ -176,7 +176,8 @@ class ExpertBalancer(Actor):
         return structs.replace(super().load(), detail=self.groups.detail())
 
     async def _on_used(self, used: ExpertsUsed, envelope: Envelope) -> None:
-        recent = self.groups.of(used)
+        if (recent := self.groups.of(used)) is None:
+            return
         if (planned := recent.report(used)) is not None:
             await self._tell(recent, used.role, planned)
         elif (question := recent.question(used)) is not None:

@@ -117,13 +117,13 @@ class Groups:
     def __init__(self) -> None:
         self._recent: dict[tuple[str, str], Recent] = {}
 
-    def of(self, used: ExpertsUsed) -> Recent:
-        """The group that a report is from. Ranks that have met again begin anew."""
+    def of(self, used: ExpertsUsed) -> Recent | None:
+        """The group that a report is from. Ranks that have met again begin anew; None for what was before that."""
         key = (used.role, used.group)
         known = self._recent.get(key)
-        if known is None or known.generation != used.generation:
+        if known is None or known.generation < used.generation:
             known = self._recent[key] = Recent(used.generation, used.size)
-        return known
+        return known if known.generation == used.generation else None
 
     def detail(self) -> dict[str, float]:
         """For a load report: how many groups and plans, and max / mean rank load of the worst group."""

@@ -26,10 +26,12 @@ from bus.bus import Bus
 from bus.claiming import take_over
 from bus.courier import Courier
 from bus.keeper import Keeper
-from bus.ranks import GroupOf, Ranks
+from bus.meeting import GroupOf
+from bus.ranks import Ranks
 from bus.snapshots import POOL_BYTES
 from bus.subjects import CANCEL_DECODE, HAND_OVER, RELEASE_DECODE, RESEND_DECODE, TOKENS, Address, Subject
 from kernels.engine import Admission, Engine, StateError
+from kernels.grouping import GroupError
 from schemas.failure import Code, Failure
 from schemas.handover import Claimed, HandedOver, HandOver, Refused
 from schemas.message import Role
@@ -80,17 +82,12 @@ class Decode(Actor):
         self.keeper = Keeper(bus, bulk, f"{self.role}/{id}", Ring, self.spawn, snapshot_bytes)
         self._leaving = Leaving(bus, bulk, self.spawn, self._on_called)
         self._totals = Totals()
-        self._has_work = asyncio.Event()
         self._ranks = Ranks(bus, self.role, id, group, self.spawn, self._on_called)
-        self._has_sent, self._has_changed = asyncio.Event(), asyncio.Event()
+        self._has_work, self._has_sent, self._has_changed = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     def handlers(self) -> Mapping[Subject[Any, Any], Handler]:
-        return {
-            HAND_OVER: self._on_hand_over,
-            CANCEL_DECODE: self._on_cancel,
-            RESEND_DECODE: self._on_resend,
-            **self._ranks.handlers(),
-        }
+        own: dict[Subject[Any, Any], Handler] = {HAND_OVER: self._on_hand_over, CANCEL_DECODE: self._on_cancel}
+        return {**own, RESEND_DECODE: self._on_resend, **self._ranks.handlers()}
 
     def events(self) -> Mapping[Address[Any, Any], Handler]:
         return self._ranks.events(self.keeper.events())
@@ -307,6 +304,8 @@ class Decode(Actor):
     async def _step(self, batch: list[Generation]) -> None:
         try:
             new = await self._ranks.step(self._engine.decode([generation.id for generation in batch]))
+        except GroupError:
+            return  # those that are left have met again, and nothing is done
         except ValueError:
             log.exception("decode %s: a step of %d requests failed", self.id, len(batch))
             self._ranks.judge(is_good=False)
@@ -345,6 +344,5 @@ class Decode(Actor):
 
     def _abandon(self, entrypoint: str) -> None:
         """Nobody takes tokens for this entrypoint: its requests are gone with it."""
-        for generation in self.slots:
-            if generation.offer.entrypoint == entrypoint:
-                self._end(generation.id)
+        for generation in [one for one in self.slots if one.offer.entrypoint == entrypoint]:
+            self._end(generation.id)

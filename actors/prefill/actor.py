@@ -27,11 +27,13 @@ from bus.bulk import Bulk
 from bus.bus import Bus, BusError, fail
 from bus.files import Files
 from bus.keeper import Keeper
+from bus.meeting import GroupOf
 from bus.offering import PATIENCE_S, RESUMED_PATIENCE_S, Offering
-from bus.ranks import GroupOf, Ranks
+from bus.ranks import Ranks
 from bus.snapshots import POOL_BYTES
 from bus.subjects import CANCEL_PREFILL, DESCRIBE, DISPATCH, RELEASE_PREFILL, RESEND_PREFILL, TOKENS, Address, Subject
 from kernels.engine import Chunk, Engine
+from kernels.grouping import GroupError, Regrouping
 from schemas.cache import DescribeSpace, SpaceDescribed
 from schemas.failure import Code, Failure
 from schemas.handover import Dispatch, Dispatched, Refused
@@ -81,7 +83,7 @@ class Prefill(Actor):
 
     async def on_start(self) -> None:
         await self._ranks.start(self._engine)
-        await measure(self._engine, self.batch.meter)
+        await measure(self._engine, self.batch.meter, self._ranks.step)
         self._has_work.set()  # in a group: to fall asleep together
         await self.keeper.start()
         self.spawn(self._step_loop())
@@ -227,9 +229,8 @@ class Prefill(Actor):
             self._has_changed.set()
             if step:
                 self._has_work.set()  # there may be more
+            if step or self._ranks.is_called():
                 await self._compute(step)
-            elif self._ranks.is_called():
-                await self._ranks.step(self._engine.prefill([]))
 
     async def _admit(self) -> None:
         admitted, hopeless = self.batch.admit(self._engine, len(self.jobs.leaving))
@@ -259,6 +260,9 @@ class Prefill(Actor):
     async def _compute(self, step: Sequence[tuple[Job, Chunk]]) -> None:
         try:
             await self._ranks.step(compute(self._engine, self.batch, step))
+        except GroupError as error:  # a rank is gone, and with it the state of those in the step
+            self._give_back([job for job, _ in step if not isinstance(error, Regrouping)])
+            return
         except ValueError:
             log.exception("prefill %s: a step of %d requests failed", self.id, len(step))
             self._ranks.judge(is_good=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -22,15 +22,24 @@ _KEY = "sweep"
 _GREEDY = Sampling(0.0, 1.0, 0)
 
 
-async def measure(engine: Engine, meter: Meter) -> None:
+Step = Callable[[Awaitable[int]], Awaitable[int]]
+"""How a step of the engine is awaited."""
+
+
+async def _alone(work: Awaitable[int]) -> int:
+    return await work
+
+
+async def measure(engine: Engine, meter: Meter, step: Step = _alone) -> None:
     """Compute a few dummy prompts, alone, so that it is known what work costs here, and how many tokens a step has time
-    for. Afterwards nothing of them is left; cancelled, or failed, the engine is only good to be closed.
+    for; in a group each is a `step` of all ranks. Afterwards nothing of them is left; cancelled, or failed, the engine
+    is only good to be closed.
 
     Each is computed PASSES times, and its shortest time counts. Raises ValueError when it cannot compute them.
     """
     info = engine.info
     prompts = sweep(info.max_step_tokens, info.max_tokens)
-    passes = [[await _took_ns(engine, prompt) for prompt in prompts] for _ in range(PASSES)]
+    passes = [[await _took_ns(engine, prompt, step) for prompt in prompts] for _ in range(PASSES)]
     for prompt, *took_ns in zip(prompts, *passes, strict=True):
         for terms, *each_ns in zip(prompt.terms(), *took_ns, strict=False):  # none where there was no room
             meter.add(terms, min(each_ns))
@@ -39,7 +48,7 @@ async def measure(engine: Engine, meter: Meter) -> None:
     meter.cost = replace(meter.cost, step_tokens=most)
 
 
-async def _took_ns(engine: Engine, prompt: Prompt) -> list[int]:
+async def _took_ns(engine: Engine, prompt: Prompt, step: Step) -> list[int]:
     """What each step of a dummy prompt takes; none at all when the engine has no room for it."""
     num_tokens, took_ns, quarter = prompt.num_tokens, list[int](), engine.info.vocab_size // 4
     if engine.admit(_KEY, num_tokens, _GREEDY, bounded_prompt=num_tokens) is not Admission.OK:
@@ -48,15 +57,17 @@ async def _took_ns(engine: Engine, prompt: Prompt) -> list[int]:
         # Not all the same, as experts are chosen by token; and none of the first and last ones, which are for control,
         # or stand for images that are not there.
         tokens = quarter + np.arange(num_tokens, dtype=np.uint32) % max(quarter, 1)
-        took_ns.append(await engine.prefill([Chunk(_KEY, tokens)]))
+        took_ns.append(await step(engine.prefill([Chunk(_KEY, tokens)])))
     engine.free(_KEY)
     return took_ns
 
 
 async def compute(engine: Engine, batch: Batch, step: Sequence[tuple[Job, Chunk]]) -> None:
-    """One step, of which each job has its chunk then. Raises ValueError, and nothing is counted."""
+    """One step, of which each job has its chunk then. Raises what the engine raises, and nothing is counted."""
     terms = step_terms([job.chunk(len(chunk.tokens)) for job, chunk in step])
-    batch.meter.add(terms, await engine.prefill([chunk for _, chunk in step]))
+    took_ns = await engine.prefill([chunk for _, chunk in step])
+    if step:  # else others were served, in a group
+        batch.meter.add(terms, took_ns)
     for job, chunk in step:
         job.num_done += len(chunk.tokens)
         batch.num_computed += len(chunk.tokens)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json as json_module
 import multiprocessing
-import socket
 import statistics
 import sys
 import time
@@ -26,7 +25,7 @@ from kernels.engine import Admission, Chunk, Sampling
 from kernels.environment import compute_environment
 from kernels.group import GroupSpec
 from kernels.local import LocalEngine
-from run.settings import LOOPBACK, Settings, SettingsError
+from run.settings import Settings, SettingsError
 
 SIZES = (1, 2, 4)
 NUM_STEPS = 48
@@ -61,19 +60,20 @@ def bench_ep(model: Path | None = None, /, *, json: bool = False, batch: int = 1
 def _measure(folder: Path, size: int, batch: int) -> dict[str, float]:
     """Of one size: every rank is a process of its own."""
     print(f"shoal bench ep: {size} ranks", file=sys.stderr)
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        address = f"{LOOPBACK}:{probe.getsockname()[1]}"
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
     for rank in range(size):
         ours, theirs = context.Pipe()
-        spec = GroupSpec(rank, size, address, TIMEOUT_S) if size > 1 else None
+        spec = GroupSpec(rank, size, TIMEOUT_S) if size > 1 else None
         processes.append(context.Process(target=_rank, args=(folder, spec, batch // size, theirs), daemon=True))
         pipes.append(ours)
     for process in processes:
         process.start()
     try:
+        if size > 1:  # they meet when all are loaded
+            address = [pipe.recv() for pipe in pipes][0]
+            for pipe in pipes:
+                pipe.send(address)
         ranks: list[dict[str, Any]] = [pipe.recv() for pipe in pipes]
     except EOFError:
         raise SettingsError(f"a rank of {size} ended before it had measured anything") from None
@@ -100,13 +100,16 @@ def _rank(folder: Path, spec: GroupSpec | None, num_requests: int, pipe: Connect
     import os
 
     os.environ.update(compute_environment(1))
-    pipe.send(asyncio.run(_run(folder, spec, num_requests)))
+    pipe.send(asyncio.run(_run(folder, spec, num_requests, pipe)))
 
 
-async def _run(folder: Path, spec: GroupSpec | None, num_requests: int) -> dict[str, Any]:
+async def _run(folder: Path, spec: GroupSpec | None, num_requests: int, pipe: Connection) -> dict[str, Any]:
     engine = LocalEngine(folder, num_slots=num_requests, max_step_tokens=512, group=spec)
     await engine.start()
     member = engine.group
+    if member is not None and spec is not None:
+        pipe.send(member.listen())
+        await member.meet(1, spec.rank, spec.size, pipe.recv())
     keys = [f"r{number}" for number in range(num_requests)]
     rng = np.random.default_rng(0 if spec is None else spec.rank)
     for key in keys:

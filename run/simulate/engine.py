@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kernels.constraint import Constraint, Logprobs
-from kernels.engine import Admission, Chunk, Counts, EngineInfo, ImageRows, Member, Prefix, Sampling, Tokens
+from kernels.engine import Admission, Chunk, Counts, EngineInfo, ImageRows, Prefix, Sampling, Tokens
+from kernels.grouping import Member
 from run.simulate.truth import Piece, Truth
 
 _STATE = struct.Struct("<Q")

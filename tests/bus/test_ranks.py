@@ -13,10 +13,12 @@ from numpy.typing import NDArray
 
 from bus.actor import Envelope, Handler
 from bus.bus import Delivery, decoder
-from bus.ranks import REPEAT_S, REPORT_STEPS, GroupLost, GroupOf, Ranks
-from bus.subjects import BEGIN_DECODE, BROKEN, EXITED, EXPERTS, PLACE_DECODE, STEP_DECODE, Subject
+from bus.meeting import INVITE_S, PRESENT_S, GroupLost, GroupOf
+from bus.muster import AGAIN_S, GIVE_UP_S
+from bus.ranks import REPEAT_S, REPORT_STEPS, Ranks
+from bus.subjects import BROKEN, EXITED, EXPERTS, PLACE_DECODE, PRESENT_DECODE, STEP_DECODE, Subject
 from run.virtual import run_virtual
-from schemas.experts import ExpertsUsed, GroupBroken, PlaceExperts, RankStarted, StepWanted
+from schemas.experts import ExpertsUsed, GroupBroken, MeetRanks, PlaceExperts, RankPresent, StepWanted
 from schemas.liveness import ProcessExited
 from schemas.message import Message, Role
 from tests.bus.members import Place, place
@@ -30,16 +32,31 @@ class FakeMember:
     """Of an engine that steps when the test says so."""
 
     def __init__(self, rank: int) -> None:
-        self.rank, self.size, self.lives = rank, len(IDS), LIVES
+        self.rank, self.size, self.generation = rank, len(IDS), 0
         self.num_steps = self.version = 0
-        self.is_awake = self.is_broken = False
+        self.is_awake, self.is_broken = False, True
+        self.is_called_off = self.is_abandoned = False
         self.places = PLACES
+        self.errors: list[RuntimeError] = []
+        """Of the next meetings."""
         self.moved: list[tuple[int, list[Any]]] = []
         self.may_move = asyncio.Event()
 
-    @property
-    def generation(self) -> int:
-        return self.lives[0]
+    def listen(self) -> str:
+        return f"rank {self.rank}"
+
+    async def meet(self, generation: int, rank: int, size: int, address: str) -> None:
+        await asyncio.sleep(0.05)
+        if self.errors:
+            raise self.errors.pop()
+        self.generation, self.rank, self.size, self.num_steps = generation, rank, size, 0
+        self.is_awake = self.is_broken = self.is_called_off = self.is_abandoned = False
+
+    def call_off(self) -> None:
+        self.is_called_off = True
+
+    def abandon(self) -> None:
+        self.is_abandoned = True
 
     def take_used(self) -> list[NDArray[np.int64]]:
         return [np.array([self.num_steps, 0, 0, 7]), np.array([0, 3])]
@@ -67,8 +84,8 @@ class FakeEngine:
 class Rank:
     """`Ranks` without an actor, so that nothing but it could do anything."""
 
-    def __init__(self, here: Place, rank: int) -> None:
-        self.id, self.engine, self.member = IDS[rank], FakeEngine(rank), FakeMember(rank)
+    def __init__(self, here: Place, rank: int, *, least: int = 1) -> None:
+        self.id, self.engine, self.least = IDS[rank], FakeEngine(rank), least
         self.member = self.engine.member
         self.num_called = 0
         self.is_deaf = False
@@ -78,7 +95,8 @@ class Rank:
 
     async def listen(self) -> None:
         self.bus = await self._here.bus()
-        self.ranks = Ranks(self.bus, Role.DECODE, self.id, GroupOf(IDS, self._life), self._spawn, self._on_called)
+        group = GroupOf(IDS, self._life, least=self.least)
+        self.ranks = Ranks(self.bus, Role.DECODE, self.id, group, self._spawn, self._on_called)
         for subject, handler in self.ranks.handlers().items():
             await self.bus.wire.subscribe(subject.at(self.id).name, self._hear(subject, handler))
 
@@ -130,7 +148,8 @@ async def overhear(here: Place) -> list[tuple[str, Message]]:
     said: list[tuple[str, Message]] = []
     kinds: dict[str, type[Message]] = {
         "step": StepWanted,
-        "begin": RankStarted,
+        "present": RankPresent,
+        "meet": MeetRanks,
         "place": PlaceExperts,
         EXPERTS.at(Role.DECODE).name.rpartition(".")[2]: ExpertsUsed,
         BROKEN.at(Role.DECODE).name.rpartition(".")[2]: GroupBroken,
@@ -148,13 +167,17 @@ Scene = Callable[[Place, Rank, Rank, list[tuple[str, Message]]], Coroutine[Any, 
 
 
 def played(test: Scene) -> Callable[[], None]:
-    """With two ranks that have met, and what is said from then on."""
+    """With two ranks that have met, at 100 s, and what is said from then on."""
 
     def run() -> None:
         async def main() -> None:
             async with place() as here:
-                first, second = await Rank(here, 0).start(), await Rank(here, 1).start()
+                await asyncio.sleep(100)
+                first, second = Rank(here, 0), Rank(here, 1)
+                await first.listen()
+                await asyncio.gather(first.ranks.start(first.engine), second.start())
                 await asyncio.sleep(1)
+                assert first.member.generation == second.member.generation > 0
                 await test(here, first, second, await overhear(here))
 
         run_virtual(main())
@@ -170,7 +193,7 @@ async def test_who_gets_work_calls_the_others_until_they_have_come(
     second.is_deaf = True
     work, stepping = first.begin()
     await asyncio.sleep(REPEAT_S / 2)
-    assert said == [(STEP_DECODE.at("d-1").name, StepWanted(generation=100, num_steps=0))]
+    assert said == [(STEP_DECODE.at("d-1").name, StepWanted(generation=first.member.generation, num_steps=0))]
     assert not second.ranks.is_called() and second.num_called == 0
     second.is_deaf = False  # the first call was lost
     await asyncio.sleep(REPEAT_S)
@@ -210,11 +233,12 @@ async def test_a_call_of_another_generation_or_of_a_step_that_is_over_is_not_for
     here: Place, first: Rank, second: Rank, said: list[tuple[str, Message]]
 ) -> None:
     first.member.num_steps = 5
-    for wanted in (StepWanted(generation=99, num_steps=5), StepWanted(generation=100, num_steps=4)):
+    now = first.member.generation
+    for wanted in (StepWanted(generation=now - 1, num_steps=5), StepWanted(generation=now, num_steps=4)):
         await second.bus.tell(STEP_DECODE.at("d-0"), wanted)
     await asyncio.sleep(1)
     assert first.num_called == 0 and not first.ranks.is_called()
-    await second.bus.tell(STEP_DECODE.at("d-0"), StepWanted(generation=100, num_steps=5))
+    await second.bus.tell(STEP_DECODE.at("d-0"), StepWanted(generation=now, num_steps=5))
     await asyncio.sleep(1)
     assert first.num_called == 1 and first.ranks.is_called()
 
@@ -244,13 +268,13 @@ async def test_all_ranks_report_at_the_same_steps_what_was_asked_for(
     ((subject, report),) = said
     assert subject == EXPERTS.at(Role.DECODE).name and isinstance(report, ExpertsUsed)
     assert (report.id, report.group, report.rank, report.size) == ("d-0", "d-0", 0, 2)
-    assert (report.generation, report.num_steps, report.version) == (100, REPORT_STEPS, 0)
+    assert (report.generation, report.num_steps, report.version) == (first.member.generation, REPORT_STEPS, 0)
     assert [np.frombuffer(used, "<u4").tolist() for used in report.used] == [[REPORT_STEPS, 0, 0, 7], [0, 3]]
     assert [np.frombuffer(places, "<u2").tolist() for places in report.places] == [[0, 1, 2, 3], [0, 1]]
 
 
 @played
-async def test_a_broken_group_is_told_once_before_the_error_goes_on(
+async def test_ranks_that_are_left_meet_before_the_error_of_a_step_goes_on(
     here: Place, first: Rank, second: Rank, said: list[tuple[str, Message]]
 ) -> None:
     first.member.is_awake = True
@@ -259,96 +283,78 @@ async def test_a_broken_group_is_told_once_before_the_error_goes_on(
     with pytest.raises(RuntimeError, match="memory"):
         await stepping
     assert said == []  # whatever that was, the others are there
-    first.member.is_broken = True
+    second.is_deaf, first.member.is_broken, former = True, True, first.member.generation
     work, stepping = first.begin()
-    order: list[str] = []
-    stepping.add_done_callback(lambda _: order.append("error"))
-    told = first.bus.tell
+    work.set_exception(RuntimeError("rank 1 is silent"))
+    await asyncio.sleep(AGAIN_S / 2)
+    assert not stepping.done() and {type(message) for _, message in said} == {RankPresent}
+    with pytest.raises(RuntimeError, match="silent"):
+        await stepping
+    assert (first.member.rank, first.member.size) == (0, 1) and first.member.generation > former
+    broken = [message for _, message in said if isinstance(message, GroupBroken)]
+    reason = "the others have met without it"
+    expected = GroupBroken(Role.DECODE, id="d-0", group="d-0", ranks=["d-1"], reason=reason, generation=former)
+    assert broken == [expected]
+    del said[:]
+    await asyncio.sleep(2.5 * INVITE_S)
+    invitation = RankPresent(id="d-0", life=100, generation=first.member.generation, is_waiting=False)
+    assert said == [(PRESENT_DECODE.at("d-1").name, invitation)] * 3
 
-    async def tell(*args: Any) -> None:
-        order.append("told")
-        await told(*args)
 
-    first.bus.tell = tell  # type: ignore[method-assign]
+@played
+async def test_a_rank_that_comes_back_is_met_at_the_next_step(
+    here: Place, first: Rank, second: Rank, said: list[tuple[str, Message]]
+) -> None:
+    """It was left out, as a process that stood still, and hears that the others are a group without it."""
+    second.is_deaf = first.member.is_broken = True
+    work, stepping = first.begin()
     work.set_exception(RuntimeError("rank 1 is silent"))
     with pytest.raises(RuntimeError, match="silent"):
         await stepping
-    assert order == ["told", "error"]
-    await second.bus.tell(BEGIN_DECODE.at("d-0"), RankStarted(id="d-1", life=51))
-    await asyncio.sleep(1)
-    what, now = "rank 1 is silent", first.member.generation
-    broken = GroupBroken(Role.DECODE, id="d-0", group="d-0", ranks=["d-0", "d-1"], reason=what, generation=now)
-    assert now > 0
-    assert [message for subject, message in said if subject == BROKEN.at(Role.DECODE).name] == [broken]
+    second.is_deaf, former = False, first.member.generation
+    await asyncio.sleep(2 * INVITE_S)
+    assert second.member.is_abandoned and second.ranks.is_called() and not first.ranks.is_called()
+    second.member.is_broken = True
+    work, parting = second.begin()
+    work.set_exception(RuntimeError("it has left"))
+    await asyncio.sleep(2 * PRESENT_S)
+    assert first.member.is_called_off and first.ranks.is_called() and not parting.done()
+    first.member.is_broken = True
+    work, stepping = first.begin()
+    work.set_exception(RuntimeError("all leave"))
+    for one in (parting, stepping):
+        with pytest.raises(RuntimeError, match="leave|left"):
+            await one
+    assert first.member.size == second.member.size == 2
+    assert first.member.generation == second.member.generation > former
+    assert not first.ranks.is_called() and not second.ranks.is_called()
 
 
 @played
-async def test_a_rank_that_starts_anew_is_the_end_of_the_group(
+async def test_a_meeting_that_fails_is_followed_by_another_and_what_goes_wrong_here_is_an_end(
     here: Place, first: Rank, second: Rank, said: list[tuple[str, Message]]
 ) -> None:
-    for started in (RankStarted(id="d-1", life=50), RankStarted(id="d-1", life=49), RankStarted(id="d-9", life=99)):
-        await second.bus.tell(BEGIN_DECODE.at("d-0"), started)
-    await asyncio.sleep(1)
-    assert first.errors == []
-    await second.bus.tell(BEGIN_DECODE.at("d-0"), RankStarted(id="d-1", life=51))
-    await asyncio.sleep(1)
-    assert len(first.errors) == 1 and isinstance(said[-1][1], GroupBroken)
+    former = first.member.generation
+    for rank in (first, second):
+        rank.member.is_broken = True
+    first.member.errors = [RuntimeError("not all have come")]
+    steppings = []
+    for rank in (first, second):
+        work, stepping = rank.begin()
+        work.set_exception(RuntimeError("all leave"))
+        steppings.append(stepping)
+    await asyncio.sleep(0.01)
+    second.member.is_broken = False
+    second.member.errors = [RuntimeError("out of memory")]
+    with pytest.raises(RuntimeError, match="memory"):
+        await steppings[1]
+    with pytest.raises(RuntimeError, match="all leave"):
+        await steppings[0]
+    assert first.member.generation > former and not first.member.is_broken
 
 
 @played
-async def test_who_starts_says_so_until_all_have_met(
-    here: Place, first: Rank, second: Rank, said: list[tuple[str, Message]]
-) -> None:
-    anew = Rank(here, 1)
-    anew.engine.may_start.clear()
-    await anew.listen()
-    starting = asyncio.create_task(anew.ranks.start(anew.engine))
-    await asyncio.sleep(REPEAT_S * 2.5)
-    assert said == [(BEGIN_DECODE.at("d-0").name, RankStarted(id="d-1", life=50))] * 3
-    assert not anew.ranks.is_called() and anew.errors == []
-    await first.bus.tell(BEGIN_DECODE.at("d-1"), RankStarted(id="d-0", life=100))  # as it starts as well
-    anew.engine.may_start.set()
-    await starting
-    await asyncio.sleep(60)
-    assert len(said) == 4 and anew.is_idle and anew.errors == []
-
-
-@played
-async def test_experts_are_placed_by_the_newest_plan_of_this_generation(
-    here: Place, first: Rank, second: Rank, said: list[tuple[str, Message]]
-) -> None:
-    async def tell(version: int, generation: int = 100, places: bytes = b"\3\0\2\0\1\0\0\0") -> None:
-        place = PlaceExperts(generation=generation, version=version, places=[places])
-        await second.bus.tell(PLACE_DECODE.at("d-0"), place)
-        await asyncio.sleep(1)
-
-    first.member.version = 3
-    await tell(5, generation=99)
-    await tell(3)
-    assert first.member.moved == []
-    await tell(4)
-    await tell(4)  # again, as others may not have heard it
-    assert first.member.moved == [(4, [[[3, 2], [1, 0]]])] and len(first.tasks) == 2
-    await tell(6)
-    assert [version for version, _ in first.member.moved] == [4, 6]
-    first.member.may_move.set()
-    await asyncio.sleep(1)
-    assert first.member.version == 6 and first.is_idle and first.tasks[-2].cancelled()
-
-
-def test_a_rank_that_cannot_carry_out_a_plan_ends_as_no_later_one_would_be_either() -> None:
-    async def scene(here: Place, first: Rank, second: Rank, said: list[tuple[str, Message]]) -> None:
-        place = PlaceExperts(generation=100, version=13, places=[b"\3\0\2\0\1\0\0\0"])
-        await second.bus.tell(PLACE_DECODE.at("d-0"), place)
-        await asyncio.sleep(1)
-        assert [type(message) for _, message in said] == [PlaceExperts, GroupBroken]
-
-    with pytest.raises(ValueError, match="no such places"):
-        played(scene)()
-
-
-@played
-async def test_a_process_that_ended_is_the_end_of_its_group(
+async def test_a_group_asleep_hears_that_a_rank_has_ended_or_begun_anew_and_wakes_to_meet(
     here: Place, first: Rank, second: Rank, said: list[tuple[str, Message]]
 ) -> None:
     heard: list[ProcessExited] = []
@@ -359,11 +365,71 @@ async def test_a_process_that_ended_is_the_end_of_its_group(
     handler = first.ranks.events({EXITED.all(): known})[EXITED.all()]
     for members in (["prefill/d-1", "decode/d-9"], ["decode/d-0"]):  # a rank's own is of an earlier life
         await handler(ProcessExited(name="n", pid=1, members=members), ANY)
-    with pytest.raises(GroupLost, match="decode d-1 has ended"):
-        await handler(ProcessExited(name="n", pid=1, members=["recipe/r", "decode/d-1"]), ANY)
+    for life in (50, 49):
+        present = RankPresent(id="d-1", life=life, generation=0, is_waiting=True)
+        await second.bus.tell(PRESENT_DECODE.at("d-0"), present)
     await asyncio.sleep(1)
-    assert len(heard) == 3
-    assert [type(message) for _, message in said] == [GroupBroken]
+    assert len(heard) == 2 and not first.member.is_abandoned and not first.ranks.is_called()
+    await handler(ProcessExited(name="n", pid=1, members=["recipe/r", "decode/d-1"]), ANY)
+    assert first.member.is_abandoned and first.ranks.is_called() and first.num_called == 1
+    anew = RankPresent(id="d-0", life=101, generation=0, is_waiting=True)
+    await first.bus.tell(PRESENT_DECODE.at("d-1"), anew)
+    await asyncio.sleep(1)
+    assert second.member.is_abandoned and second.ranks.is_called() and second.num_called == 1
+
+
+def test_too_few_ranks_end() -> None:
+    async def main() -> None:
+        async with place() as here:
+            await asyncio.sleep(100)
+            first, second = Rank(here, 0, least=2), Rank(here, 1, least=2)
+            await first.listen()
+            await asyncio.gather(first.ranks.start(first.engine), second.start())
+            said = await overhear(here)
+            second.is_deaf = first.member.is_broken = True
+            work, stepping = first.begin()
+            work.set_exception(RuntimeError("rank 1 is silent"))
+            await asyncio.sleep(GIVE_UP_S - 1)
+            assert not stepping.done()
+            with pytest.raises(GroupLost, match="decode d-0: too few ranks are left"):
+                await stepping
+            broken = [message for _, message in said if isinstance(message, GroupBroken)]
+            assert [one.ranks for one in broken] == [["d-0"]]
+
+    run_virtual(main())
+
+
+@played
+async def test_experts_are_placed_by_the_newest_plan_of_this_generation(
+    here: Place, first: Rank, second: Rank, said: list[tuple[str, Message]]
+) -> None:
+    async def tell(version: int, *, age: int = 0, places: bytes = b"\3\0\2\0\1\0\0\0") -> None:
+        place = PlaceExperts(generation=first.member.generation - age, version=version, places=[places])
+        await second.bus.tell(PLACE_DECODE.at("d-0"), place)
+        await asyncio.sleep(1)
+
+    first.member.version = 3
+    await tell(5, age=1)
+    await tell(3)
+    assert first.member.moved == []
+    await tell(4)
+    await tell(4)  # again, as others may not have heard it
+    assert first.member.moved == [(4, [[[3, 2], [1, 0]]])]
+    await tell(6)
+    assert [version for version, _ in first.member.moved] == [4, 6]
+    first.member.may_move.set()
+    await asyncio.sleep(1)
+    assert first.member.version == 6 and first.is_idle and first.tasks[-2].cancelled()
+
+
+def test_a_rank_that_cannot_carry_out_a_plan_ends_as_no_later_one_would_be_either() -> None:
+    async def scene(here: Place, first: Rank, second: Rank, said: list[tuple[str, Message]]) -> None:
+        place = PlaceExperts(generation=first.member.generation, version=13, places=[b"\3\0\2\0\1\0\0\0"])
+        await second.bus.tell(PLACE_DECODE.at("d-0"), place)
+        await asyncio.sleep(1)
+
+    with pytest.raises(ValueError, match="no such places"):
+        played(scene)()
 
 
 def test_without_a_group_a_step_is_a_step() -> None:

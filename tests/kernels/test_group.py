@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import socket
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,15 +12,19 @@ import numpy as np
 import pytest
 import torch
 
+from kernels import group as group_module
 from kernels import local as local_engine
-from kernels.engine import Admission, Chunk, GroupError, Sampling
+from kernels.engine import Admission, Chunk, Sampling
 from kernels.group import Group, GroupSpec
+from kernels.grouping import GroupError, Regrouping
 from kernels.local import LocalEngine
 from kernels.places import Places
 from tests.kernels.test_local_drafts import AnySchedule
 from tests.untrained import untrained
 
 CHUNK = 64
+ALL_BYTES = (8 * 8 + 3 * 4) * 3 * 64 * 128 * 4
+"""Of experts of layers and stages: matrices, fp32."""
 
 
 def once(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
@@ -34,19 +37,22 @@ def once(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
     return run
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def engine_of(rank: int, size: int, timeout_s: float = 30.0, redundant: int = 0) -> LocalEngine:
+    spec = GroupSpec(rank, size, timeout_s, redundant) if size > 1 else None
+    return LocalEngine(untrained(), num_slots=4, max_step_tokens=512, group=spec)
+
+
+async def meet(engines: Sequence[LocalEngine], generation: int = 1) -> None:
+    members = [engine.group for engine in engines if engine.group]
+    if members:
+        address = members[0].listen()
+        await asyncio.gather(*(one.meet(generation, n, len(members), address) for n, one in enumerate(members)))
 
 
 async def group_of(size: int, *, timeout_s: float = 30.0, redundant: int = 0) -> list[LocalEngine]:
-    address = f"127.0.0.1:{free_port()}"
-    specs = [GroupSpec(rank, size, address, timeout_s, redundant) for rank in range(size)]
-    engines = [
-        LocalEngine(untrained(), num_slots=4, max_step_tokens=512, group=spec if size > 1 else None) for spec in specs
-    ]
+    engines = [engine_of(rank, size, timeout_s, redundant) for rank in range(size)]
     await asyncio.gather(*(engine.start() for engine in engines))
+    await meet(engines)
     return engines
 
 
@@ -139,6 +145,71 @@ async def test_a_request_gets_the_same_tokens_in_groups_of_one_two_and_four() ->
 
 
 @once
+async def test_ranks_go_and_come_amid_requests_and_no_token_is_another_one() -> None:
+    """At whatever exchange of a step a rank ends, the others undo the step, meet, and go on; then it comes back."""
+    alone = await answers(1)
+    rng = np.random.default_rng(0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local_engine, "Scheduler", lambda _, temperatures: AnySchedule("fixed", temperatures))
+        engines, asked = await group_of(3, redundant=2), questions()
+        try:
+            kept = asked[0::3] + asked[1::3]
+            for one, rank in zip(kept, (0, 0, 1), strict=True):
+                await prefilled(engines, rank, one)
+            generation, size = 1, 3
+            while any(len(one.new) < one.num_new for one in kept):
+                members = [engine.group for engine in engines[:size] if engine.group]
+                if size == 3 and rng.random() < 0.5:
+                    dying = members[2]._group
+                    countdown(patch, dying, int(rng.integers(1, 12)))
+                elif size == 2 and rng.random() < 0.4:
+                    members[int(rng.integers(2))].call_off()
+                wanted = [[one for one in kept[a:b] if len(one.new) < one.num_new] for a, b in ((0, 2), (2, 3))]
+                keys = [[one.key for one in mine] for mine in wanted] + [[]]
+                steps = [engine.decode(mine) for engine, mine in zip(engines[:size], keys, strict=False)]
+                results = await asyncio.gather(*steps, return_exceptions=True)
+                for mine, result in zip(wanted, results, strict=False):
+                    for one, new in zip(mine, [] if isinstance(result, BaseException) else result, strict=False):
+                        one.new += new
+                if any(isinstance(result, BaseException) for result in results[:2]):
+                    size = 2 if size == 3 else 3
+                    if size == 3:
+                        assert all(isinstance(result, Regrouping) for result in results)
+                        await engines[2].close()
+                        engines[2] = engine_of(2, 3, redundant=2)
+                        await engines[2].start()
+                    for engine in engines[:2]:
+                        assert engine.group is not None
+                        engine.group.stepped(is_broken=True)  # also who had done the step
+                    generation += 1
+                    await meet(engines[:size], generation)
+            assert [one.new[: one.num_new] for one in kept] == alone[0::3] + alone[1::3]
+            assert generation > 4
+        finally:
+            await close(engines)
+
+
+async def prefilled(engines: Sequence[LocalEngine], rank: int, one: Asked) -> None:
+    """A prompt computed at one rank, while the others serve it."""
+    room = one.num_prompt + one.num_new + 8
+    assert engines[rank].admit(one.key, room, one.sampling, bounded_prompt=one.num_prompt) is Admission.OK
+    steps = [engine.prefill([Chunk(one.key, one.prompt)] if n == rank else []) for n, engine in enumerate(engines)]
+    await asyncio.gather(*steps)
+
+
+def countdown(patch: pytest.MonkeyPatch, group: Group, num_exchanges: int) -> None:
+    """It ends at its so manieth exchange, or at the last one before that."""
+    exchange, left = group._all_to_all, iter(range(num_exchanges))
+
+    def counted(*args: Any) -> torch.Tensor:
+        if next(left, None) is None:
+            group.leave()
+        return exchange(*args)
+
+    patch.setattr(group, "_all_to_all", counted)
+
+
+@once
 async def test_each_rank_holds_its_share_of_the_experts() -> None:
     engines = await group_of(2)
     try:
@@ -147,8 +218,7 @@ async def test_each_rank_holds_its_share_of_the_experts() -> None:
         assert [[places.tolist() for places in member.places][0] for member in members if member] == [
             [[0, 1, 2, 3], [4, 5, 6, 7]]
         ] * 2
-        num_bytes = (8 * 8 + 3 * 4) * 3 * 64 * 128 * 4  # experts of layers and stages, matrices, fp32
-        assert [engine.expert_bytes for engine in engines] == [num_bytes // 2] * 2
+        assert [engine.expert_bytes for engine in engines] == [ALL_BYTES // 2] * 2
     finally:
         await close(engines)
 
@@ -196,51 +266,33 @@ async def test_places_are_taken_over_only_when_all_ranks_have_the_same_plan() ->
 
 
 @once
-async def test_a_rank_that_is_gone_is_noticed_and_one_that_never_comes_is_too() -> None:
+async def test_a_rank_that_is_gone_is_noticed() -> None:
     engines = await group_of(2, timeout_s=20.0)
     try:
         step = asyncio.create_task(engines[0].decode([]))
         await asyncio.sleep(0.05)
         assert not step.done()  # it waits for the other
         await engines[1].close()
-        with pytest.raises(GroupError, match="rank 0 of 2 at .*: an exchange failed"):
+        with pytest.raises(GroupError, match="rank 0 of 2: an exchange failed"):
             await step
-        assert engines[0].group is not None and engines[0].group.is_broken
+        assert engines[0].group is not None and engines[0].group.is_broken and engines[0].group.size == 2
+        await meet(engines[:1], 2)  # alone, with all experts
+        assert await engines[0].decode([]) == [] and engines[0].expert_bytes == ALL_BYTES
     finally:
         await close(engines)
-    spec = GroupSpec(0, 2, f"127.0.0.1:{free_port()}", 20.0, meet_s=0.2)
-    lonely = LocalEngine(untrained(), num_slots=1, max_step_tokens=64, group=spec)
-    with pytest.raises(GroupError, match="no meeting of all ranks"):
-        await lonely.start()
-    await lonely.close()
 
 
 @once
-async def test_who_starts_anew_meets_the_others_when_they_do_too() -> None:
-    address = f"127.0.0.1:{free_port()}"
-
-    def group(rank: int) -> Group:
-        return Group(GroupSpec(rank, 2, address, 20.0, meet_s=30.0), torch.device("cpu"))
-
-    async def meet(*groups: Group) -> None:
-        await asyncio.gather(*(asyncio.to_thread(one.join) for one in groups))
-
-    first, second = group(0), group(1)
-    await meet(first, second)
-    assert first.lives == second.lives and first.generation == second.generation > 0
-    second.leave()
-    again = group(1)
-    joining = asyncio.create_task(meet(again))
-    await asyncio.sleep(0.1)
-    assert not joining.done()  # rank 0 has met with an earlier life of it
-    first.leave()
-    other = group(0)
-    await asyncio.gather(meet(other), joining)
-    assert other.lives == again.lives and all(now > then for now, then in zip(other.lives, first.lives, strict=True))
-    said = await asyncio.gather(asyncio.to_thread(other.agree, [7]), asyncio.to_thread(again.agree, [8]))
-    assert [one.tolist() for one in said] == [[[7], [8]]] * 2
-    again.leave()
-    other.leave()
+async def test_of_a_meeting_that_not_all_come_to_nothing_is_left() -> None:
+    group = Group(GroupSpec(0, 2, 20.0), torch.device("cpu"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group_module, "MEET_S", 0.2)
+        with pytest.raises(GroupError, match="rank 0 of 2: no meeting of all ranks"):
+            group.meet(1, 0, 2, group.listen())
+    with pytest.raises(GroupError, match="has not met the others"):
+        group.agree([1])
+    group.meet(2, 0, 1, "")
+    assert group.agree([7]).tolist() == [[7]]
 
 
 @once
@@ -249,8 +301,12 @@ async def test_a_rank_that_does_not_step_is_waited_for_no_longer_than_was_said()
     try:
         with pytest.raises(GroupError, match="Timed out"):
             await engines[0].decode([])
-        with pytest.raises(GroupError, match="failed here: ValueError"):  # not of one request: the others have gone on
+        await meet(engines, 2)
+        waiting = asyncio.create_task(engines[0].decode([]))
+        with pytest.raises(RuntimeError, match="failed here: ValueError"):  # of no use to the others any more
             await engines[1]._step(lambda steps: int("no number"))
+        with pytest.raises(GroupError):
+            await waiting
     finally:
         await close(engines)
 

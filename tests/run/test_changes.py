@@ -37,10 +37,9 @@ def test_what_takes_a_place_comes_when_that_is_free() -> None:
     assert (change.first, change.leaving, change.then) == ((), (D0, D1), (larger, moved))
 
 
-def test_what_goes_on_keeps_its_threads_and_where_it_meets() -> None:
+def test_what_goes_on_keeps_its_threads() -> None:
     shared = [replace(spec, num_threads=7) for spec in (FRONT, D0, *RANKS)]
-    again = [replace(s, group=replace(s.group, address="")) if s.group is not None else s for s in shared]
-    change = Change.between((FRONT, D0, *RANKS), again)
+    change = Change.between((FRONT, D0, *RANKS), shared)
     assert change.is_none and change.specs == (FRONT, D0, *RANKS)
 
 

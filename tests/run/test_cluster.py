@@ -94,7 +94,7 @@ def test_errors_name_the_file_the_key_and_what_to_do(tmp_path: Path, text: str, 
 
 
 def test_a_group_is_a_process_for_each_rank(tmp_path: Path) -> None:
-    text = GOOD.replace('["prefill/p0"]', '["prefill/d0"]\nep = 2') + "ep = 3\nredundant = 2\nslots = 5\n"
+    text = GOOD.replace('["prefill/p0"]', '["prefill/d0"]\nep = 2') + "ep = 3\nredundant = 2\nleast = 2\nslots = 5\n"
     front, *specs = read(tmp_path, text)
     assert front.group is None and front.unit == "front"
     assert [(spec.name, *map(str, spec.members)) for spec in specs] == [
@@ -105,7 +105,7 @@ def test_a_group_is_a_process_for_each_rank(tmp_path: Path) -> None:
         ("decode-2", "decode/d0-2"),
     ]
     ids = ("d0-0", "d0-1", "d0-2")
-    assert [spec.group for spec in specs[2:]] == [GroupPlace(ids, rank, num_redundant=2) for rank in range(3)]
+    assert [spec.group for spec in specs[2:]] == [GroupPlace(ids, rank, num_redundant=2, least=2) for rank in range(3)]
     assert [spec.unit for spec in specs] == ["group prefill/d0-0"] * 2 + ["group decode/d0-0"] * 3
     assert {spec.num_slots for spec in specs[2:]} == {5}
     assert {spec.num_threads for spec in specs} == {max(1, num_cores() // 5)}
@@ -121,23 +121,23 @@ def test_experts_that_do_not_go_to_the_ranks_are_refused_before_anything_starts(
 
 def test_a_rank_on_the_command_line() -> None:
     one = parse_actors(("decode/b",))
-    assert GroupPlace.parse(one, "", "", 0) is None
-    assert GroupPlace.parse(one, "a,b", "host:7000", 3) == GroupPlace(("a", "b"), 1, "host:7000", 3)
-    for actors, ranks, meet, redundant, error in (
-        (one, "a,c", "h:1", 0, "--ranks a,c: give one prefill or decode actor, whose id is among them"),
-        (parse_actors(("decode/b", "decode/a")), "a,b", "h:1", 0, "give one prefill or decode actor"),
-        (parse_actors(("vision/b",)), "a,b", "h:1", 0, "give one prefill or decode actor"),
-        (one, "b", "h:1", 0, "give two or more ids, with commas between and each once"),
-        (one, "b,b", "h:1", 0, "give two or more ids"),
-        (one, "b, a", "h:1", 0, "give two or more ids"),
-        (one, "a,b", "7000", 0, "--meet 7000: give HOST:PORT, where decode/a listens"),
-        (one, "a,b", "h:70000", 0, "give HOST:PORT"),
-        (one, "a,b", "h:1", -1, "--redundant -1: give 0 or more"),
-        (one, "", "h:1", 0, "--meet and --redundant are of a group; give its --ranks, too"),
-        (one, "", "", 2, "--meet and --redundant are of a group"),
+    assert GroupPlace.parse(one, "", 0, 1) is None
+    assert GroupPlace.parse(one, "a,b", 3, 2) == GroupPlace(("a", "b"), 1, 3, 2)
+    for actors, ranks, redundant, least, error in (
+        (one, "a,c", 0, 1, "--ranks a,c: give one prefill or decode actor, whose id is among them"),
+        (parse_actors(("decode/b", "decode/a")), "a,b", 0, 1, "give one prefill or decode actor"),
+        (parse_actors(("vision/b",)), "a,b", 0, 1, "give one prefill or decode actor"),
+        (one, "b", 0, 1, "give two or more ids, with commas between and each once"),
+        (one, "b,b", 0, 1, "give two or more ids"),
+        (one, "b, a", 0, 1, "give two or more ids"),
+        (one, "a,b", -1, 1, "--redundant -1: give 0 or more"),
+        (one, "a,b", 0, 3, "--least 3: give 1 to 2, as there are so many ranks"),
+        (one, "a,b", 0, 0, "--least 0: give 1 to 2"),
+        (one, "", 0, 2, "--redundant and --least are of a group; give its --ranks, too"),
+        (one, "", 2, 1, "--redundant and --least are of a group"),
     ):
         with pytest.raises(ClusterError, match=error):
-            GroupPlace.parse(actors, ranks, meet, redundant)
+            GroupPlace.parse(actors, ranks, redundant, least)
 
 
 def test_a_missing_file_says_what_to_copy(tmp_path: Path) -> None:

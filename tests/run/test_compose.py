@@ -46,8 +46,8 @@ def test_the_group_is_ranks_of_one_group_that_meet_at_the_first_one() -> None:
         options = run[2].replace('"', "").replace("d-0,d-1", "d-0+d-1").split(", ")
         named = dict(zip(options[::2], options[1::2], strict=True))
         ranks = named["--ranks"].replace("+", ",")
-        place = GroupPlace.parse(parse_actors((run[1],)), ranks, named["--meet"], int(named["--redundant"]))
-        assert place == GroupPlace(("d-0", "d-1"), rank, "decode-0:7070", 2)
+        place = GroupPlace.parse(parse_actors((run[1],)), ranks, int(named["--redundant"]), 1)
+        assert place == GroupPlace(("d-0", "d-1"), rank, 2)
 
 
 def test_who_reads_and_writes_blocks_sees_the_store() -> None:

@@ -40,7 +40,7 @@ from schemas.cache import (
     SpaceDescribed,
     StoreBlocks,
 )
-from schemas.experts import ExpertsUsed, GroupBroken, PlaceExperts, RankStarted, StepWanted
+from schemas.experts import ExpertsUsed, GroupBroken, MeetRanks, PlaceExperts, RankPresent, StepWanted
 from schemas.failure import FAILURES, Code, Failure
 from schemas.handover import Claim, Claimed, ClaimRefused, Dispatch, Dispatched, HandedOver, HandOver, Refused
 from schemas.liveness import Drain, Ping, Pong, ProcessExited
@@ -345,7 +345,8 @@ MESSAGES: list[Message] = [
     Image(start=5, num_tokens=4, digest="d", width=28, height=42, vision="v", pixels=HANDLE, num_patches=6),
     Route(request_id="r", num_new=9, is_exact=True),
     StepWanted(generation=1 << 60, num_steps=70000),
-    RankStarted(id="d-1", life=1 << 60),
+    RankPresent(id="d-1", life=1 << 60, generation=7, is_waiting=True),
+    MeetRanks(generation=8, ids=["d-1", "d-0"], lives=[1 << 60, 5], address="host:7000"),
     ExpertsUsed(
         role=Role.DECODE,
         id="d-1",
