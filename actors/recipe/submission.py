@@ -11,8 +11,11 @@ from schemas.bulk import Payload
 from schemas.quota import AdmitCall
 from schemas.request import Submit
 
-MAX_MOVES = 3
-"""A request goes to so many other shards at most: it may be what they died of."""
+MAX_LOSSES = 3
+"""A request that so many shards in a row were lost with, without a token, ends: it may be what they died of."""
+
+MAX_MOVES = 10
+"""It goes to so many other shards at most: whoever cancels it by its first id asks for all it may have since."""
 
 PATIENCE_S = 20.0
 """A process is started anew within this time."""
@@ -36,15 +39,17 @@ class Submission:
         self.id = submit.request_id
         self._submit, self._prompt = submit, prompt
         self._output = array("I")
-        self._num_moves = 0
+        self._num_moves = self._num_losses = 0
 
     def emitted(self, tokens: Sequence[int]) -> None:
         """These came, behind all that came before."""
         self._output.extend(tokens)
+        self._num_losses = 0
 
     def move(self) -> bool:
-        """It is for another shard now, as another one. False, and nothing changes, if it was moved too often."""
-        if self._num_moves == MAX_MOVES:
+        """It is for another shard now, as another one. False if it was moved too often."""
+        self._num_losses += 1
+        if self._num_losses > MAX_LOSSES or self._num_moves == MAX_MOVES:
             return False
         self._num_moves += 1
         self.id = _id(self._submit.request_id, self._num_moves)

@@ -12,7 +12,7 @@ from msgspec import structs
 from actors.recipe import requests
 from actors.recipe.card import ModelCard
 from actors.recipe.requests import OpenRequests
-from actors.recipe.submission import MAX_MOVES
+from actors.recipe.submission import MAX_LOSSES
 from bus.bus import Bus, Delivery
 from bus.memory import MemoryBroker, MemoryWire
 from bus.subjects import EXITED, LOAD, RECIPE_TOKENS
@@ -150,11 +150,11 @@ def test_a_request_moves_so_often_and_then_it_ends(run_async: Run, card: ModelCa
         async with silent(card) as system:
             client = await system.client()
             await client.send(CHAT, STREAM)
-            for number in range(MAX_MOVES + 1):
+            for number in range(MAX_LOSSES + 1):
                 id = (await submitted(system.entrypoint, number + 1))[-1]
                 await system.entrypoint.emit(id, [], Failed(failure=Failure(code=Code.SHUTTING_DOWN, message="stops")))
             assert (await client.all())[0]["error"]["code"] == "shutting_down"
-            assert len(system.entrypoint.submitted) == MAX_MOVES + 1
+            assert len(system.entrypoint.submitted) == MAX_LOSSES + 1
 
     run_async(main())
 

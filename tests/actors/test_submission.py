@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from actors.recipe.submission import MAX_MOVES, PATIENCE_S, Submission, ids
+from actors.recipe.submission import MAX_LOSSES, MAX_MOVES, PATIENCE_S, Submission, ids
 from schemas.bulk import Payload
 from schemas.request import Limits
 from tests.actors.builders import prompt_bytes, submit
@@ -31,3 +31,10 @@ def test_nobody_is_waited_for_longer_than_until_its_deadline() -> None:
     endless = Submission(submit("r"), b"")
     endless.move()
     assert endless.patience_s(10**18) == PATIENCE_S
+
+
+def test_who_is_lost_again_and_again_without_a_token_is_not_given_to_all() -> None:
+    one = Submission(submit("r"), b"")
+    one.move()
+    one.emitted([5])
+    assert [one.move() for _ in range(MAX_LOSSES + 1)] == [True] * MAX_LOSSES + [False]
