@@ -33,6 +33,8 @@ _NUM_OTHERS = 32  # blocks of any requests that tell the same of a new one
 _PRIOR = 1.0  # blocks of its own that those count as
 _REJOIN = 32  # steps until a request is drafted for again beside others
 _SHARE = 0.02  # of the time goes into finding out whether the other way is better
+_LEAST_SHARE = 3  # so many times it is halved, once for each try that changed nothing
+_NUM_HELD = 4  # steps that go by one decision
 _NEARLY = 0.96  # of the best speed is enough to take all: runs of one length are quicker than times of others tell
 _LEAST_GAIN = 1.0  # what a try without drafts is taken to cost at least, as a part of a step
 _PATIENCE = 4  # as much rarer than new requests are other ones tried, and steps without drafts
@@ -69,10 +71,12 @@ class _Blocks:
 
 
 class History:
-    """What the drafts of one request came to lately: it moves with the request. `idle`: steps without a block."""
+    """What the drafts of one request came to lately: it moves with the request. `idle`: steps without a block;
+    `is_chosen`: what was decided last, None before that."""
 
     def __init__(self) -> None:
         self.record, self.idle = _Record(), 0
+        self.is_chosen: bool | None = None
         self.blocks: _Blocks | None = None
 
     def dump(self) -> list[float]:
@@ -128,6 +132,10 @@ class Scheduler:
         self._gain = 1.0  # of the last steps over ones without drafts
         self._saved_s = 0.0  # for finding out
         self._is_whole = False  # this step's drafts are verified whatever they promise
+        self._num_held = 0  # steps since the last decision
+        self._is_due = True  # for another one
+        self._drafts = False  # it was for drafting for somebody, and so for who is new
+        self._num_in_vain = 0  # tries since that changed
 
     def choose(self, histories: Sequence[History], room: Sequence[int]) -> list[int]:
         """The requests to draft for, of those that a step feeds; `room`: the most drafts that each has room for."""
@@ -136,16 +144,27 @@ class Scheduler:
             return []
         if self.mode == "fixed":
             return able
-        chosen = self._chosen(histories, able)
+        self._is_whole = False
+        self._num_held += 1
+        is_other = all(histories[number].is_chosen is None for number in able)  # nobody is left of those decided for
+        if self._is_due or is_other or self._num_held >= _NUM_HELD:
+            chosen = self._decide(histories, able)
+        else:
+            chosen = self._decided(histories, able)
         for number in able:
             histories[number].idle += 1
         for number in chosen:
             histories[number].idle = 0
+            self._is_due |= histories[number].blocks is None  # its first one is to be told by
         return chosen
 
-    def _chosen(self, histories: Sequence[History], able: list[int]) -> list[int]:
+    def _decided(self, histories: Sequence[History], able: list[int]) -> list[int]:
+        is_chosen = [histories[number].is_chosen for number in able]
+        return [number for number, one in zip(able, is_chosen, strict=True) if one or (one is None and self._drafts)]
+
+    def _decide(self, histories: Sequence[History], able: list[int]) -> list[int]:
         num, full = len(histories), len(histories) + self._size * len(able)
-        self._is_whole = False
+        num_held, self._num_held, self._is_due = self._num_held, 0, True
         if not self.verify_times.knows(num):
             return []
         if not self.draft_times.knows(len(able)) or not self.verify_times.knows(full):
@@ -161,17 +180,25 @@ class Scheduler:
         best = int(np.argmax(gains))
         if gains[-1] > max(gains[best] - (1.0 - _NEARLY) * speed * (full_s + drafts_s[-1]), 0.0):
             best = len(able) - 1
-        self._saved_s += _SHARE * plain_s
+        self._saved_s += _SHARE / 2 ** min(self._num_in_vain, _LEAST_SHARE) * num_held * plain_s
+        if (gains[best] > 0) != self._drafts:
+            self._drafts, self._num_in_vain = not self._drafts, 0
         new = [number for number in able if histories[number].blocks is None]
-        if gains[best] > 0:
+        worthy = {able[place] for place in order[: best + 1].tolist()} if self._drafts else set()
+        rejoining = {number for number in able if histories[number].idle >= _REJOIN} if self._drafts else set()
+        for number in able:
+            histories[number].is_chosen = number in worthy or number in rejoining
+        for number in new:
+            histories[number].is_chosen = None
+        self._is_due = bool(rejoining - worthy)
+        if self._drafts:
             if self._tries(_PATIENCE * max(self._gain - 1.0, _LEAST_GAIN) * plain_s):
                 return []
-            chosen = {able[place] for place in order[: best + 1].tolist()}
-            return sorted(chosen | set(new) | {number for number in able if histories[number].idle >= _REJOIN})
-        self._gain += (1.0 - self._gain) / _INERTIA
+            return self._decided(histories, able)
+        self._gain += (1.0 - self._gain) * min(num_held / _INERTIA, 1.0)
         tried, patience = (new, 1) if new else (able, _PATIENCE)
         whole_s = float(self.verify_times.at(np.array([num + self._size * len(tried)]))[0])
-        self._is_whole = self._tries(patience * (float(drafts_s[len(tried) - 1]) + whole_s - plain_s))
+        self._is_whole = self._is_due = self._tries(patience * (float(drafts_s[len(tried) - 1]) + whole_s - plain_s))
         return tried if self._is_whole else []
 
     def admit(
@@ -181,16 +208,16 @@ class Scheduler:
 
         raw: [requests, block] as drafted; lengths: how many of each may be verified; num_rows: requests of the step.
         """
-        confidence = _sigmoid(np.nan_to_num(raw) / self.temperatures)
+        confidence = _sigmoid(np.where(np.isnan(raw), 0.0, raw) / self.temperatures)
         if self.mode != "scheduled":
             return list(lengths), confidence
         for history, block in zip(histories, confidence, strict=True):
             history.add(block)
             self._blocks.add(block)
-        survival = _survival(confidence, self._corrections(histories)[:, None])
-        survival[np.arange(self._size) >= np.array(lengths)[:, None]] = 0.0
         if self._is_whole:
             return list(lengths), confidence
+        survival = _survival(confidence, self._corrections(histories)[:, None])
+        survival[np.arange(self._size) >= np.array(lengths)[:, None]] = 0.0
         flat = survival.ravel()
         order = np.argsort(-flat, kind="stable")  # of equals the earlier place: what is taken are prefixes
         order = order[: sum(lengths)]
@@ -240,6 +267,7 @@ class Scheduler:
         if self._saved_s < cost_s:
             return False
         self._saved_s = 0.0
+        self._num_in_vain += 1
         return True
 
 
@@ -249,4 +277,4 @@ def _survival(confidence: Floats, correction: Floats | float) -> Floats:
 
 
 def _sigmoid(x: Floats) -> Floats:
-    return np.asarray(1.0 / (1.0 + np.exp(-np.clip(x, -60.0, 60.0))), dtype=np.float64)
+    return np.asarray(1.0 / (1.0 + np.exp(np.minimum(np.maximum(-x, -60.0), 60.0))), dtype=np.float64)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -25,32 +27,39 @@ class StepTimes:
 
     def __init__(self) -> None:
         self._passes: dict[int, deque[tuple[int, float]]] = {}
-        self._sizes, self._times = np.empty(0), np.empty(0)
+        self._known: dict[int, tuple[float, float]] = {}  # size and time of each range that enough is known of
+        self._table: tuple[Floats, Floats] | None = None
 
     def add(self, size: int, took_s: float) -> None:
         """A pass of so many rows, one or more, took that long."""
-        part = round(_PER_OCTAVE * float(np.log2(size)))
-        self._passes.setdefault(part, deque(maxlen=_NUM_KEPT)).append((size, took_s))
-        known = [passes for _, passes in sorted(self._passes.items()) if len(passes) >= _NUM_NEEDED]
-        self._sizes = np.array([statistics.fmean(size for size, _ in passes) for passes in known])
-        self._times = _rising([statistics.median(took for _, took in passes) for passes in known])
+        part = round(_PER_OCTAVE * math.log2(size))
+        passes = self._passes.setdefault(part, deque(maxlen=_NUM_KEPT))
+        passes.append((size, took_s))
+        if len(passes) >= _NUM_NEEDED:
+            sizes, times = zip(*passes, strict=True)
+            self._known[part] = (sum(sizes) / len(sizes), statistics.median(times))
+            self._table = None
 
     def knows(self, size: int) -> bool:
         """Whether passes of about that size were measured."""
-        near = (self._sizes <= size * _NEAR) & (self._sizes * _NEAR >= size)
-        return bool(near.any())
+        return any(known <= size * _NEAR and known * _NEAR >= size for known, _ in self._known.values())
 
     def at(self, sizes: npt.NDArray[np.int64]) -> Floats:
         """Seconds for each of `sizes`, ascending with them: along straight lines between those measured, as for the
         smallest below it, and beyond the largest along the line through both. Only once one was measured."""
-        first_s, last_s = self._times[0], self._times[-1]
-        span = self._sizes[-1] - self._sizes[0]
-        row_s = (last_s - first_s) / span if span else last_s / self._sizes[-1]
-        beyond = np.maximum(sizes - self._sizes[-1], 0.0)
-        return np.asarray(np.interp(sizes, self._sizes, self._times) + row_s * beyond, dtype=np.float64)
+        if self._table is None:
+            known, times = zip(*(one for _, one in sorted(self._known.items())), strict=True)
+            self._table = np.array(known), _rising(times)
+        xs, ys = self._table
+        found = np.interp(sizes, xs, ys)
+        if sizes[-1] > xs[-1]:
+            span = xs[-1] - xs[0]
+            row_s = (ys[-1] - ys[0]) / span if span else ys[-1] / xs[-1]
+            found += row_s * np.maximum(sizes - xs[-1], 0.0)
+        return np.asarray(found, dtype=np.float64)
 
 
-def _rising(values: list[float]) -> Floats:
+def _rising(values: Sequence[float]) -> Floats:
     """The nearest values (least squares) that do not fall: those that do are replaced by their mean."""
     means: list[tuple[float, int]] = []
     for value in values:
