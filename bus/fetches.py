@@ -92,7 +92,8 @@ class Fetches:
         while not is_over():
             has_room = _is_share(self._running, tenant, 1, MAX_THREADS)
             if clock_ns() >= (deadline_ns or sys.maxsize):
-                return Failure(code=Code.DEADLINE_EXCEEDED, message="the deadline of the request has passed")
+                why = "the deadline of the request has passed"
+                return Failure(code=Code.DEADLINE_EXCEEDED, message=why, field="deadline")
             if clock_ns() >= until_ns:
                 return _late(is_full=fetching is None and not has_room)
             if fetching is None and has_room:

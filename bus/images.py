@@ -180,7 +180,7 @@ class AnyVision:
     def _is_over(self, wanted: _Wanted, is_over: Callable[[], bool]) -> bool:
         """Nobody waits for it any more. Raises deadline_exceeded when that is why."""
         if 0 < wanted.deadline_ns <= self._bus.seams.clock_ns():
-            raise fail(Code.DEADLINE_EXCEEDED, "the deadline of the request has passed")
+            raise fail(Code.DEADLINE_EXCEEDED, "the deadline of the request has passed", field="deadline")
         return is_over()
 
     async def _ask(self, address: Address[M, R], wanted: M, replica: str) -> R:

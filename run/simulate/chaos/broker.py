@@ -19,7 +19,10 @@ from schemas.bulk import Handle
 
 VERBS: dict[Kind, frozenset[str]] = {
     "tokens": frozenset({"tokens"}),
-    "asks": frozenset({"submit", "cancel", "claim", "resend", "route", "dispatch", "handover", "shortened"}),
+    "asks": frozenset({
+            *("submit", "cancel", "claim", "resend", "route", "dispatch", "handover", "shortened"),
+            *("resolve", "encode", "admit", "used"),
+        }),
     "reports": frozenset({"load", "report"}),
     "frees": frozenset({"release"}),
     "cache": frozenset(

@@ -7,11 +7,14 @@ from collections.abc import Callable
 
 from msgspec import structs
 
+from run.simulate.chaos.grammar import NUM_GRAMMARS
+from run.simulate.chaos.images import NUM_IMAGES
 from run.simulate.chaos.script import (
     Apart,
     Ask,
     Disk,
     Fault,
+    Hang,
     Kill,
     Leave,
     Messages,
@@ -23,7 +26,7 @@ from run.simulate.chaos.script import (
     Stand,
 )
 
-SPAN_S = 12.0
+SPAN_S = 8.0
 """In which requests come; faults begin a little later at most."""
 
 BLOCK = 128
@@ -35,10 +38,10 @@ _STEPS = [(60, 6), (240, 24), (240, 24), (360, 40), (360, 40), (360, 40)]
 def script(seed: int) -> Script:
     """Of ten scripts one has no faults."""
     draw = random.Random(f"chaos {seed}")
-    shape, make, num_asks = _shape(draw), _ask, draw.randint(3, 9)
-    if draw.random() < 0.3:
+    shape, make, num_asks = _shape(draw), _ask, draw.randint(2, 7)
+    if draw.random() < 0.2:
         shape, make, num_asks = structs.replace(shape, decode=2, decode_tokens=896), _long_after_short, num_asks + 6
-    asks = [make(draw, number) for number in range(num_asks)]
+    asks = [_dressed(draw, shape, make(draw, number)) for number in range(num_asks)]
     num_faults = 0 if draw.random() < 0.1 else draw.choice([1, 1, 2, 2, 3, 4, 6, 9])
     faults = sorted((_fault(draw, shape) for _ in range(num_faults)), key=lambda fault: fault.at_s)
     return Script(seed, shape, sorted(asks, key=lambda ask: ask.at_s), faults)
@@ -55,6 +58,8 @@ def _shape(draw: random.Random) -> Shape:
         writers=draw.choice([1, 1, 2]),
         decode_tokens=draw.choice([1280, 1280, 1280, 2048, 8192]),
         budget_slabs=draw.choice([2, 3, 8]),
+        vision=draw.choice([0, 0, 0, 1, 2]),
+        quota=draw.choice([0, 0, 0, 1, 2]),
         step_ms=step_ms,
         most_accepted=most_accepted,
     )
@@ -89,6 +94,17 @@ def _long_after_short(draw: random.Random, number: int) -> Ask:
     )
 
 
+def _dressed(draw: random.Random, shape: Shape, ask: Ask) -> Ask:
+    """Some answers are of a grammar, some prompts have images, some tenants a limit."""
+    num_images = draw.choice([1, 1, 2]) if shape.vision and draw.random() < 0.4 else 0
+    return structs.replace(
+        ask,
+        grammar=draw.randint(1, NUM_GRAMMARS) if draw.random() < 0.15 else 0,
+        images=draw.choices(range(NUM_IMAGES), k=num_images),
+        tenant=draw.choice(["t0", "t1", "t2"]) if shape.quota else ask.tenant,
+    )
+
+
 def _time(draw: random.Random) -> float:
     """Often many at once."""
     return round(draw.choice([0.0, 3.0, draw.uniform(0.0, SPAN_S)]) + draw.random() * 0.2, 3)
@@ -113,6 +129,9 @@ def _names(shape: Shape, *roles: str) -> list[str]:
         "metadata/m": shape.metadata,
         "writer/w": shape.writers,
         "kvstore/k": 1,
+        "vision/v": shape.vision,
+        "vision-balancer/vb": shape.balancers if shape.vision else 0,
+        "quota/q": shape.quota,
     }
     chosen = [prefix for prefix in numbers if not roles or prefix.partition("/")[0] in roles]
     return [f"{prefix}{id}" for prefix in chosen for id in range(numbers[prefix])]
@@ -121,7 +140,7 @@ def _names(shape: Shape, *roles: str) -> list[str]:
 def _any(draw: random.Random, shape: Shape) -> str:
     """Mostly who has requests."""
     if draw.random() < 0.6:
-        return draw.choice(_names(shape, "decode", "prefill"))
+        return draw.choice(_names(shape, "decode", "prefill", "vision"))
     return draw.choice(_names(shape))
 
 
@@ -158,13 +177,18 @@ def _replace(draw: random.Random, shape: Shape, at_s: float) -> Fault:
 
 
 def _leave(draw: random.Random, shape: Shape, at_s: float) -> Fault:
-    name = draw.choice(_names(shape, "decode", "decode", "prefill"))
-    return Leave(at_s=at_s, name=name, grace_s=draw.choice([0.0, 0.5, 3.0]))
+    roles = draw.choice([["decode"], ["decode", "prefill", "entrypoint", "vision", "writer"]])
+    return Leave(at_s=at_s, name=draw.choice(_names(shape, *roles)), grace_s=draw.choice([0.0, 0.5, 3.0]))
 
 
 def _slow(draw: random.Random, shape: Shape, at_s: float) -> Fault:
     name = draw.choice(_names(shape, "decode", "prefill"))
     return Slow(at_s=at_s, for_s=_length(draw, 2.0, 10.0), name=name, factor=draw.choice([3.0, 10.0, 50.0]))
+
+
+def _hang(draw: random.Random, shape: Shape, at_s: float) -> Fault:
+    """Often so long that the actor gives its engine up."""
+    return Hang(at_s=at_s, for_s=_length(draw, 3.0, 15.0, 150.0), name=draw.choice(_names(shape, "decode", "prefill")))
 
 
 def _disk(draw: random.Random, shape: Shape, at_s: float) -> Fault:
@@ -189,6 +213,7 @@ _MAKERS: list[tuple[Callable[[random.Random, Shape, float], Fault], int]] = [
     (_replace, 1),
     (_leave, 2),
     (_slow, 1),
+    (_hang, 1),
     (_disk, 2),
     (_restart, 1),
 ]

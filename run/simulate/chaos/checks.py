@@ -140,7 +140,7 @@ class Releases:
         """Something is sent."""
         assert isinstance(source, ChaosWire)
         prefix, _, verb = delivery.subject.rpartition(".")
-        if verb == "release":
+        if verb == "release" and not prefix.startswith("shoal.vision."):  # there it is of what is held
             release = decoder(Release).decode(delivery.body)
             key = (prefix.rpartition(".")[2], release.reservation)
             self._released.setdefault(key, []).append(source)

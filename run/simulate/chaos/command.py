@@ -24,6 +24,9 @@ from run.simulate.chaos.shrink import shrink
 NUM_AT_ONCE = 10
 """Seeds that a process is given at a time."""
 
+TOLD_EVERY = 1000
+"""Seeds, where nobody sees a bar."""
+
 MOST_SHRUNK = 10
 """Scripts that are made small, of those that broke something: each takes seconds."""
 
@@ -81,12 +84,9 @@ def chaos(
     for events, some in found:
         num_events += events
         broken += some
+        for one in some:
+            _tell(one, console)
     broken.sort(key=lambda one: one.seed)
-    for one in broken:
-        console.print(f"[red]seed {one.seed}[/] after {one.at_s:.3f} s, {one.kind}: ", end="")
-        console.print(one.text, markup=False, highlight=False)
-        if one.script:
-            console.print(one.script, markup=False, highlight=False, soft_wrap=True)
     wall_s = time.monotonic() - began_s
     if json:
         told = {"seeds": num, "events": num_events, "violations": len(broken), "wall_s": round(wall_s, 2)}
@@ -106,6 +106,13 @@ def _read(path: Path) -> Script:
         raise SettingsError(f"{path} is no script: {error}") from None
 
 
+def _tell(one: Broken, console: Console) -> None:
+    console.print(f"[red]seed {one.seed}[/] after {one.at_s:.3f} s, {one.kind}: ", end="")
+    console.print(one.text, markup=False, highlight=False, soft_wrap=True)
+    if one.script:
+        console.print(one.script, markup=False, highlight=False, soft_wrap=True)
+
+
 def _one(script: Script, console: Console) -> tuple[int, list[Broken]]:
     """Run one, and say how it went."""
     history = run(script)
@@ -119,19 +126,21 @@ def _many(seeds: range, processes: int, console: Console) -> Iterator[tuple[int,
     """Run them in several processes; (messages, what broke) of some at a time."""
     parts = [seeds[at : at + NUM_AT_ONCE] for at in range(0, len(seeds), NUM_AT_ONCE)]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    num_broken = 0
+    num_done = num_broken = 0
     with (
         Progress(*columns, console=console, transient=True) as bars,
         ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool,
     ):
-        bar = bars.add_task("seeds", total=len(seeds))
-        for done in as_completed([pool.submit(_some, part) for part in parts]):
+        bar, futures = bars.add_task("seeds", total=len(seeds)), {pool.submit(_some, part): part for part in parts}
+        for done in as_completed(futures):
             num_events, histories = done.result()
             broken = list[Broken]()
             for seed, history in histories.items():
                 broken += _again(seed, history, can_shrink=num_broken + len(broken) < MOST_SHRUNK)
-            num_broken += len(broken)
-            bars.update(bar, advance=NUM_AT_ONCE, description=f"seeds, {num_broken} broken" if num_broken else "seeds")
+            before, num_done, num_broken = num_done, num_done + len(futures[done]), num_broken + len(broken)
+            bars.update(bar, completed=num_done, description=f"seeds, {num_broken} broken" if num_broken else "seeds")
+            if not console.is_terminal and before // TOLD_EVERY < num_done // TOLD_EVERY:
+                console.print(f"{num_done} seeds, {num_broken} broken", highlight=False)
             yield num_events, broken
 
 

@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
-from run.simulate.chaos.clients import Call
-from run.simulate.chaos.script import Apart, Fault, Kill, Messages, Replace, Restart, Script, Slow, Stand
+from run.simulate.chaos.call import Call
+from run.simulate.chaos.clients import SOON_LIMITED
+from run.simulate.chaos.script import (
+    Apart,
+    Fault,
+    Hang,
+    Kill,
+    Leave,
+    Messages,
+    Replace,
+    Restart,
+    Script,
+    Shape,
+    Slow,
+    Stand,
+)
 from schemas.failure import Code
 from schemas.request import Failed
 
@@ -16,6 +30,9 @@ ENOUGH = 3
 _DISTURBED = frozenset({Code.WORKER_LOST, Code.NO_REPLICA, Code.OVERLOADED, Code.NO_RESPONDERS})
 """What may come of faults that cannot all be made good. Never `internal`."""
 
+_UNSEEN = _DISTURBED | {Code.VISION_ERROR}
+"""The same of a request with images: what vision has of them is not kept for long."""
+
 
 def is_excused(call: Call, script: Script, began_s: float) -> bool:
     """Whether the failure that ended it is one that a client may be told, under this script."""
@@ -23,25 +40,40 @@ def is_excused(call: Call, script: Script, began_s: float) -> bool:
     failure = call.end.failure
     if failure.code is Code.DEADLINE_EXCEEDED and call.ask.deadline_s and failure.field:
         return True
+    if failure.code is Code.RATE_LIMITED:
+        return call.ask.tenant == SOON_LIMITED and script.shape.quota > 0
     first_s, last_s = call.begun_s - began_s, call.ended_s - began_s
     faults = [fault for fault in script.faults if fault.at_s <= last_s and first_s <= fault.at_s + ECHO_S]
-    return failure.code in _DISTURBED and sum(map(weight, faults)) >= ENOUGH
+    if call.ask.images:
+        return failure.code in _UNSEEN and any(weight(fault, script.shape, "vision") for fault in faults)
+    return failure.code in _DISTURBED and sum(weight(fault, script.shape) for fault in faults) >= ENOUGH
 
 
-def weight(fault: Fault) -> int:
-    """How much of an excuse it is: ENOUGH, if a request may end by it alone; 0, if all of it must be made good."""
+def weight(fault: Fault, shape: Shape, *more: str) -> int:
+    """How much of an excuse it is: ENOUGH, if a request may end by it alone; 0, if all of it must be made good. `more`:
+    roles whose loss may be one, too."""
     match fault:
         case Messages(kind=kind):
             return ENOUGH if kind in ("asks", "answers") else 0
-        case Kill(name=name) | Stand(name=name) | Apart(name=name):
+        case Kill(name=name):
             role = name.partition("/")[0]
-            if role == "entrypoint" or role.endswith("-balancer"):
+            if role == "quota" or role.endswith("-balancer"):
                 return ENOUGH
-            return 1 if role in ("prefill", "decode") else 0
+            if role == "entrypoint":  # who comes when there is none is told so
+                return ENOUGH if shape.entrypoints == 1 else 2
+            return 1 if role in ("prefill", "decode", *more) else 0
+        case Stand(name=name) | Apart(name=name):
+            role = name.partition("/")[0]
+            if role in ("entrypoint", "quota") or role.endswith("-balancer"):
+                return ENOUGH
+            return 1 if role in ("prefill", "decode", *more) else 0
         case Restart():
             return ENOUGH
-        case Slow():
+        case Slow() | Hang():
             return 1
         case Replace():  # what is sent there meanwhile is heard by both, and what one of them has is lost
             return 2
+        case Leave(name=name):
+            role = name.partition("/")[0]
+            return 2 if role == "entrypoint" else int(role in more)
     return 0

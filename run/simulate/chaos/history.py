@@ -8,8 +8,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from run.simulate.chaos.call import Call
 from run.simulate.chaos.checks import Checks
-from run.simulate.chaos.clients import Call, Clients
+from run.simulate.chaos.clients import Clients
 from run.simulate.chaos.excuses import is_excused
 from run.simulate.chaos.loop import StandingLoop
 from run.simulate.chaos.script import Ask, Fault, Script
@@ -94,7 +95,7 @@ class _Run:
         for event in events:
             await self._until(world, clients, self._began_s + event.at_s)
             if isinstance(event, Ask):
-                clients.spawn(clients.ask(event, self._answers[event.id]))
+                clients.spawn(clients.ask(event, self._answers[event.id], has_quota=self._script.shape.quota > 0))
                 if event.cancel_s:
                     asyncio.get_running_loop().call_later(event.cancel_s, self._cancel, clients, event.id)
             else:

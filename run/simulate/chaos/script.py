@@ -29,6 +29,8 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     budget_slabs: int = 8
     step_ms: int = 60
     most_accepted: int = 6
+    vision: int = 0
+    quota: int = 0
 
 
 class Event(msgspec.Struct, frozen=True, tag_field="event", tag=str.lower, forbid_unknown_fields=True):
@@ -38,8 +40,9 @@ class Event(msgspec.Struct, frozen=True, tag_field="event", tag=str.lower, forbi
 
 
 class Ask(Event, frozen=True):
-    """A client asks: the first `num_tokens` of text number `text`. It cancels after `cancel_s`, if that is not 0; its
-    deadline is `deadline_s` later, or there is none."""
+    """A client asks: the first `num_tokens` of text number `text`, with these `images` between, by number; the answer
+    is to be of `grammar` number so and so, 0 is none. It cancels after `cancel_s`, if that is not 0; its deadline is
+    `deadline_s` later, or there is none."""
 
     id: str
     text: int
@@ -52,6 +55,8 @@ class Ask(Event, frozen=True):
     deadline_s: float = 0.0
     cancel_s: float = 0.0
     top_logprobs: int = -1
+    grammar: int = 0
+    images: list[int] = []
 
 
 class Messages(Event, frozen=True):
@@ -112,6 +117,13 @@ class Slow(Event, frozen=True):
     factor: float
 
 
+class Hang(Event, frozen=True):
+    """For `for_s` a step of an engine does not end, while its actor goes on."""
+
+    for_s: float
+    name: str
+
+
 class Disk(Event, frozen=True):
     """The next `num` operations of an actor on files fail; or a byte turns, or the end is lost, of some file at
     `place`, from 0 to 1."""
@@ -129,7 +141,7 @@ class Restart(Event, frozen=True):
     seed: int
 
 
-Fault = Messages | Apart | Kill | Stand | Replace | Leave | Slow | Disk | Restart
+Fault = Messages | Apart | Kill | Stand | Replace | Leave | Slow | Hang | Disk | Restart
 
 
 class Script(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -11,8 +12,10 @@ import numpy as np
 
 from actors.rules.load import promised_tokens
 from kernels import engine
-from kernels.engine import Chunk, EngineInfo, Tokens
+from kernels.engine import Chunk, EngineInfo, ImageRows, Tokens
 from kernels.timed import StepCost, TimedEngine
+from run.simulate.chaos.grammar import END, VOCABULARY, VOCABULARY_SIZE, ChaosGrammar, grammar
+from run.simulate.chaos.images import TOKEN, seen
 from run.simulate.chaos.script import Ask, Shape
 from schemas.request import Finished, FinishReason
 
@@ -21,8 +24,10 @@ T = TypeVar("T")
 MAX_TOKENS = 2048
 """Of prompt and output."""
 
-VOCABULARY = range(100, 1000)
 MEAN_OUTPUT = 400
+BETWEEN = 100
+"""Tokens of text in front of each image."""
+
 NUM_SLOTS = 4
 PREFILL_COST = StepCost(step_ns=20_000_000, prefill_token_ns=100_000)
 
@@ -37,11 +42,40 @@ class Answer:
 
 
 class ChaosEngine(TimedEngine):
-    """A timed engine that can become slow."""
+    """A timed engine that can become slow, and hang."""
 
     def __init__(self, num_slots: int, capacity_tokens: int, cost: StepCost, most_accepted: int = 1) -> None:
         super().__init__(info(num_slots, capacity_tokens), VOCABULARY, cost, MEAN_OUTPUT, most_accepted)
         self._usual = cost
+        self._num_hung = 0
+        self._goes_on = asyncio.Event()
+        self._goes_on.set()
+
+    def hang(self) -> None:
+        """From the next step on none ends, until `go_on` was called as often."""
+        self._num_hung += 1
+        self._goes_on.clear()
+
+    def go_on(self) -> None:
+        """See above."""
+        self._num_hung -= 1
+        if not self._num_hung:
+            self._goes_on.set()
+
+    async def prefill(self, chunks: Sequence[Chunk]) -> int:
+        """See `Engine`."""
+        spent_ns = await super().prefill(chunks)
+        await self._stay()
+        return spent_ns
+
+    async def decode(self, keys: Sequence[str]) -> list[list[int]]:
+        """See `Engine`."""
+        tokens = await super().decode(keys)
+        await self._stay()
+        return tokens
+
+    async def _stay(self) -> None:
+        await self._goes_on.wait()
 
     def slow(self, factor: float) -> None:
         """From the next step on, so many times its usual cost."""
@@ -66,8 +100,8 @@ def info(num_slots: int, capacity_tokens: int) -> EngineInfo:
     return EngineInfo(
         model="timed",
         layout="timed",
-        vocab_size=1000,
-        eos_token=1,
+        vocab_size=VOCABULARY_SIZE,
+        eos_token=END,
         max_tokens=MAX_TOKENS,
         num_slots=num_slots,
         max_step_tokens=512,
@@ -77,9 +111,16 @@ def info(num_slots: int, capacity_tokens: int) -> EngineInfo:
     )
 
 
-def prompt(ask: Ask) -> Tokens:
-    """What it begins with is what any other of its text begins with."""
-    return _text(ask.text)[: ask.num_tokens]
+def prompt(ask: Ask) -> tuple[Tokens, list[int]]:
+    """Its tokens, and where in them its images begin. But for those, what it begins with is what any other of its text
+    begins with."""
+    text, parts, starts = _text(ask.text)[: ask.num_tokens], list[Tokens](), list[int]()
+    for number, image in enumerate(ask.images):
+        num_tokens, _ = seen(image)
+        parts.append(text[number * BETWEEN : (number + 1) * BETWEEN])
+        starts.append(sum(map(len, parts)))
+        parts.append(np.full(num_tokens, TOKEN, "<u4"))
+    return np.concatenate([*parts, text[len(ask.images) * BETWEEN :]]), starts
 
 
 @cache
@@ -95,10 +136,16 @@ def answers(asks: Sequence[Ask]) -> dict[str, Answer]:
 
 async def _answer(alone: TimedEngine, ask: Ask) -> Answer:
     tokens, logprobs, reason = list[int](), list[float](), FinishReason.LENGTH
-    room = min(ask.max_tokens, MAX_TOKENS - ask.num_tokens)
+    tokens_in, starts = prompt(ask)
+    room = min(ask.max_tokens, MAX_TOKENS - len(tokens_in))
     sampling = engine.Sampling(ask.temperature, 1.0, ask.seed, top_logprobs=ask.top_logprobs)
-    alone.admit(ask.id, ask.num_tokens + room, sampling)
-    await alone.prefill([Chunk(ask.id, prompt(ask))])
+    alone.admit(ask.id, len(tokens_in) + room, sampling)
+    if ask.images:
+        rows = [seen(image)[1] for image in ask.images]
+        alone.attach(ask.id, [ImageRows(*one) for one in zip(starts, rows, strict=True)])
+    await alone.prefill([Chunk(ask.id, tokens_in)])
+    if ask.grammar:
+        alone.constrain(ask.id, ChaosGrammar(grammar(ask.grammar)))
     while len(tokens) < room and reason is FinishReason.LENGTH:
         (new,) = await alone.decode([ask.id])
         told = alone.logprobs(ask.id) if ask.top_logprobs >= 0 else []

@@ -9,8 +9,11 @@ import random
 from collections.abc import Callable, Coroutine
 from typing import Any, cast
 
-from actors.balancers.actor import DecodeBalancer, PrefillBalancer
+from actors.balancers.actor import DecodeBalancer, PrefillBalancer, VisionBalancer
+from actors.decode.actor import Decode
+from actors.quota.actor import Quota
 from actors.rules.slab import Slab
+from actors.vision.actor import Vision
 from bus.actor import Actor
 from bus.bulk import MemoryBulk
 from bus.bus import Bus
@@ -18,8 +21,24 @@ from bus.memory import MemoryWire
 from bus.memory_files import MemoryFolder
 from bus.subjects import EXITED
 from run.simulate.chaos.broker import ChaosBroker, ChaosBulk, ChaosWire, Hears
+from run.simulate.chaos.clients import TENANTS
+from run.simulate.chaos.grammar import ChaosGrammars
+from run.simulate.chaos.images import CONFIG, ChaosEncoder
 from run.simulate.chaos.loop import OWNER, StandingLoop
-from run.simulate.chaos.script import Apart, Disk, Fault, Kill, Leave, Messages, Replace, Restart, Script, Slow, Stand
+from run.simulate.chaos.script import (
+    Apart,
+    Disk,
+    Fault,
+    Hang,
+    Kill,
+    Leave,
+    Messages,
+    Replace,
+    Restart,
+    Script,
+    Slow,
+    Stand,
+)
 from run.simulate.chaos.truth import NUM_SLOTS, PREFILL_COST, ChaosEngine, decode_engine
 from run.simulator import World
 from run.watch import NUM_MISSED, ROUND_S
@@ -73,8 +92,11 @@ class ChaosWorld(World):
         for id in range(shape.balancers):
             await self.begin(f"prefill-balancer/pb{id}")
             await self.begin(f"decode-balancer/db{id}")
+            if shape.vision:
+                await self.begin(f"vision-balancer/vb{id}")
         await self.begin("kvstore/k0")
         numbers = {"metadata/m": shape.metadata, "writer/w": shape.writers}
+        numbers |= {"vision/v": shape.vision, "quota/q": shape.quota}
         numbers |= {"prefill/p": shape.prefill, "decode/d": shape.decode, "entrypoint/e": shape.entrypoints}
         for prefix, number in numbers.items():
             for id in range(number):
@@ -88,6 +110,12 @@ class ChaosWorld(World):
                 await self.add(PrefillBalancer(id, await self.bus(name)))
             case "decode-balancer":
                 await self.add(DecodeBalancer(id, await self.bus(name)))
+            case "vision-balancer":
+                await self.add(VisionBalancer(id, await self.bus(name)))
+            case "quota":
+                await self.add(Quota(id, await self.bus(name), TENANTS))
+            case "vision":
+                await self.add(Vision(id, await self.bus(name), await self.bulk(name), ChaosEncoder(), CONFIG))
             case "kvstore":
                 await self.add_kvstore(id, self.script.shape.budget_slabs * SLAB_BYTES)
             case "metadata":
@@ -101,7 +129,9 @@ class ChaosWorld(World):
                 await self.add_prefill(id, engine)
             case "decode":
                 engine = self.engines[name] = decode_engine(self.script.shape)
-                await self.add_decode(id, engine)
+                decode = Decode(id, await self.bus(name), await self.bulk(name), engine)
+                decode._grammars = ChaosGrammars()  # type: ignore[assignment]
+                await self.add(decode)
             case _:
                 raise ValueError(f"{name}: there is no such role")
 
@@ -143,6 +173,10 @@ class ChaosWorld(World):
                 engine = self.engines[name]
                 engine.slow(factor)
                 self._later(fault.for_s, engine.slow, 1.0)
+            case Hang(name=name) if self.is_alive(name):
+                engine = self.engines[name]
+                engine.hang()
+                self._later(fault.for_s, engine.go_on)
             case Disk() if self.is_alive(fault.name):
                 self._harm(fault)
             case Restart(seed=seed) if self.chaos.is_up.is_set():
