@@ -23,7 +23,7 @@ HANDLE_BYTES = 256
 
 KEPT_ITEMS = 512
 KEPT_BYTES = 256 * 1024
-"""What is kept of a stream, to be sent again: its last items. More than is under way in four batches."""
+"""What is kept of a stream, to be sent again: its last items. More than is under way in a batch."""
 
 KEPT_S = 10.0
 """How long that is, after its last item. A reader asks for a lost end within two of its looks."""

@@ -61,4 +61,4 @@ class Outbox:
 
     def is_idle(self, now_s: float) -> bool:
         """Nothing waits, and what was sent was taken."""
-        return not self._emissions and all(window.is_idle(now_s) for window in self._windows.values())
+        return not self._emissions and all(window.may_send(now_s) for window in self._windows.values())

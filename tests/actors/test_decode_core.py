@@ -7,7 +7,7 @@ from msgspec import structs
 from actors.decode.slots import RETENTION_S, Generation, Slots
 from actors.decode.telling import BACKLOG_TOKENS, Telling
 from actors.rules.grammars import head
-from actors.rules.window import LIMIT, SILENCE_S
+from actors.rules.window import SILENCE_S
 from kernels.timed import TimedEngine
 from schemas.request import (
     Cancelled,
@@ -33,23 +33,23 @@ def test_what_steps_give_goes_out_at_once_or_when_it_can_in_one_piece() -> None:
     telling, engine = Telling("decode/d0", lambda: words.append(None)), TimedEngine(info(), range(100, 1000))
     one, other = (Generation(hand_over(name, max_tokens=1 << 13), epoch=2) for name in ("r1", "r2"))
     sent = []
-    for step in range(LIMIT + 3):
+    for step in range(4):
         telling.step(one, [10 + step], engine)
-        assert telling.may_send(0.0) == (step < LIMIT)
+        assert telling.may_send(0.0) == (step < 1)
         sent += [message.tokens for _, message in telling.take(0.0)]
-    assert sent == [[10 + step] for step in range(LIMIT)] and not telling.is_idle(SILENCE_S + 1)
+    assert sent == [[10]] and not telling.is_idle(SILENCE_S + 1)
     telling.step(other, [7, EOS], engine)
     one.end = Cancelled()  # for whoever cancels it, which the entrypoint is not told
     telling.taken("e0", 0.0)
     ((_, message),) = telling.take(0.0)
     entries = (message.request_ids, message.first_indexes, message.counts, message.ends)
-    assert entries == (["r1", "r2"], [LIMIT, 0], [3, 1], [(1, STOP)])
-    assert message.tokens == [LIMIT + 10, LIMIT + 11, LIMIT + 12, 7] and message.epochs == [2, 2]
+    assert entries == (["r1", "r2"], [1, 0], [3, 1], [(1, STOP)])
+    assert message.tokens == [11, 12, 13, 7] and message.epochs == [2, 2]
     one.end = Preempted()
     telling.last_word(one)
     telling.taken("e0", 0.0)
     ((_, message),) = telling.take(0.0)
-    assert (message.first_indexes, message.counts, message.ends) == ([LIMIT + 3], [0], [(0, Preempted())])
+    assert (message.first_indexes, message.counts, message.ends) == ([4], [0], [(0, Preempted())])
     assert len(words) == 1 and not telling.is_idle(0.0) and telling.is_idle(SILENCE_S + 1)
 
 

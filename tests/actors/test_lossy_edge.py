@@ -28,7 +28,7 @@ def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
     """What waits for a time waits shortly."""
     monkeypatch.setattr(gateway_actor, "WATCH_S", 0.05)
     monkeypatch.setattr(gateway_actor, "ASK_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(window, "SILENCE_S", 0.05)
+    monkeypatch.setattr(window, "SILENCE_S", 0.01)
     monkeypatch.setattr(bus_actor, "HEARTBEAT_S", 0.05)
 
 
@@ -50,8 +50,7 @@ async def ask_all(system: Edge) -> list[httpx.Response]:
         for token in entrypoint.answer:
             for id in ids:
                 await entrypoint.emit(id, [token])
-            for _ in range(10):  # long enough for most tokens to travel alone
-                await asyncio.sleep(0)
+            await asyncio.sleep(0.002)  # long enough for most tokens to travel alone
         for id in ids:
             await entrypoint.emit(id, [], STOP)
         return await asking
