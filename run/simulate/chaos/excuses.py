@@ -27,7 +27,7 @@ ECHO_S = 60.0
 ENOUGH = 3
 """Replicas that a request may lose and be computed anew: with so many it ends."""
 
-_DISTURBED = frozenset({Code.WORKER_LOST, Code.NO_REPLICA, Code.OVERLOADED, Code.NO_RESPONDERS})
+_DISTURBED = frozenset({Code.WORKER_LOST, Code.NO_REPLICA, Code.OVERLOADED, Code.NO_RESPONDERS, Code.SHUTTING_DOWN})
 """What may come of faults that cannot all be made good. Never `internal`."""
 
 _UNSEEN = _DISTURBED | {Code.VISION_ERROR}
@@ -59,8 +59,8 @@ def weight(fault: Fault, shape: Shape, *more: str) -> int:
             role = name.partition("/")[0]
             if role == "quota" or role.endswith("-balancer"):
                 return ENOUGH
-            if role == "entrypoint":  # who comes when there is none is told so
-                return ENOUGH if shape.entrypoints == 1 else 2
+            if role == "entrypoint":
+                return _of_shard(shape)
             return 1 if role in ("prefill", "decode", *more) else 0
         case Stand(name=name) | Apart(name=name):
             role = name.partition("/")[0]
@@ -75,5 +75,10 @@ def weight(fault: Fault, shape: Shape, *more: str) -> int:
             return 2
         case Leave(name=name):
             role = name.partition("/")[0]
-            return 2 if role == "entrypoint" else int(role in more)
+            return _of_shard(shape) if role == "entrypoint" else int(role in more)
     return 0
+
+
+def _of_shard(shape: Shape) -> int:
+    """That of an entrypoint that is not there for a while: who comes when there is no other one is told so."""
+    return ENOUGH if shape.entrypoints == 1 else 2
