@@ -41,13 +41,14 @@ async def place(
     is_over: Callable[[], bool],
     taken: Callable[[], str],
     patience_s: float = 0.0,
+    worth_waiting: Collection[Code] = GONE,
 ) -> str:
     """The shard that took it: the one its id belongs to, asked again when silent, or the next one if that is gone.
 
     `owner` says whose it is, of those not tried yet; empty while none has reported itself. `taken`: who has sent tokens
     of it already, empty if nobody has; one that has ended would begin anew if asked again. `patience_s`: how long to
-    wait for one that is there, and has room. Raises BusError: the shard's own, worker_lost when it stays silent,
-    cancelled once `is_over`.
+    wait where the answer is one of those `worth_waiting` for. Raises BusError: the shard's own, worker_lost when it
+    stays silent, cancelled once `is_over`.
     """
     tried: set[str] = set()
     num_silences = 0
@@ -61,7 +62,7 @@ async def place(
                 return sender
             if shard and error.code in GONE:
                 tried.add(shard)
-            elif error.code in (*GONE, Code.OVERLOADED) and asyncio.get_running_loop().time() < end_s:
+            elif error.code in worth_waiting and asyncio.get_running_loop().time() < end_s:
                 tried.clear()
                 await asyncio.sleep(PAUSE_S)
             elif error.code is not Code.DEADLINE_EXCEEDED:
@@ -80,6 +81,8 @@ class Submission(Protocol):
     def id(self) -> str: ...
     @property
     def text(self) -> bytes: ...
+    @property
+    def is_new(self) -> bool: ...
     def message(self, text: Payload) -> Submit: ...
     def patience_s(self, now_ns: int) -> float: ...
 
@@ -101,7 +104,8 @@ async def submit(
     try:
         async with offered(bulk, submission.text) as text:
             message, is_over = submission.message(text), lambda: request.is_cancelled
-            request.shard = await place(bus, message, owner, is_over, lambda: request.shard, patience_s)
+            again = GONE if submission.is_new else (*GONE, Code.OVERLOADED)
+            request.shard = await place(bus, message, owner, is_over, lambda: request.shard, patience_s, again)
     finally:
         request.is_placing = False
     if request.is_cancelled:

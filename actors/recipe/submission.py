@@ -55,11 +55,15 @@ class Submission:
         self.id = _id(self._submit.request_id, self._num_moves)
         return True
 
+    @property
+    def is_new(self) -> bool:
+        """No shard has had it: it may be refused where there is no room."""
+        return not self._num_moves
+
     def patience_s(self, now_ns: int) -> float:
-        """How long to wait for a shard to be there: the first one is, or there is none."""
+        """How long to wait for a shard that takes it."""
         deadline_ns = self._submit.limits.deadline_ns
-        left_s = max(deadline_ns - now_ns, 0) / 1e9 if deadline_ns else PATIENCE_S
-        return min(PATIENCE_S, left_s) if self._num_moves else 0.0
+        return min(PATIENCE_S, max(deadline_ns - now_ns, 0) / 1e9) if deadline_ns else PATIENCE_S
 
     def admit(self) -> AdmitCall:
         """What asks whether its tenant may have it."""

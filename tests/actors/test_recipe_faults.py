@@ -21,7 +21,7 @@ from schemas.failure import Code, Failure
 from schemas.liveness import ProcessExited
 from schemas.message import Role
 from schemas.request import CancelReason, Failed, Finished, FinishReason, TokensEmitted
-from tests.actors.edge import CHAT, STOP, STREAM, FakeEntrypoint, content, edge, output_of, silent, submitted
+from tests.actors.edge import CHAT, STOP, STREAM, Edge, FakeEntrypoint, content, edge, output_of, silent, submitted
 from tests.conftest import Run
 
 
@@ -98,6 +98,27 @@ def test_a_lost_end_is_found(run_async: Run, card: ModelCard, monkeypatch: pytes
     run_async(main())
 
 
+async def successor(system: Edge, id: str) -> FakeEntrypoint:
+    bus = Bus(MemoryWire(system.broker))
+    await bus.open()
+    made = FakeEntrypoint(id, bus, system.entrypoint.answer)
+    await system.start(id, made)
+    return made
+
+
+def test_a_request_waits_for_a_shard(run_async: Run, card: ModelCard) -> None:
+    async def main() -> None:
+        async with edge(card) as system:
+            await system.kill("e")
+            client = await system.client()
+            await client.send(CHAT, STREAM)
+            await asyncio.sleep(0.05)
+            await successor(system, "e0")
+            assert content(await client.all()) == "Hello there!"
+
+    run_async(main())
+
+
 @pytest.mark.parametrize("num_told", [0, 2])
 @pytest.mark.parametrize("how", ["forgets", "dies", "stops"])
 def test_what_a_shard_loses_goes_on(run_async: Run, card: ModelCard, how: str, num_told: int) -> None:
@@ -124,11 +145,8 @@ def test_what_a_shard_loses_goes_on(run_async: Run, card: ModelCard, how: str, n
                 exited = ProcessExited(name="front", pid=bus.seams.pid, members=["entrypoint/e0"])
                 await bus.tell(EXITED.all(), exited)
                 await asyncio.sleep(0.05)
-                new = Bus(MemoryWire(system.broker))
-                await new.open()
-                first = FakeEntrypoint("e1", new, first.answer)
+                first = await successor(system, "e1")
                 first.is_silent = True
-                await system.start("e1", first)
             await first.until(lambda: f"{id}-1" in first.submitted)
             moved = first.submitted[f"{id}-1"]
             assert output_of(moved) == first.answer[:num_told] and moved.num_output == num_told
