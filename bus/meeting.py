@@ -24,6 +24,9 @@ PRESENT_S = 0.25
 INVITE_S = 2.0
 """Between two words of a group that is not whole to the ranks that are not in it."""
 
+GROW_S = 1.0
+"""Between word of a rank that comes back and the meeting with it: there may be others, and all go on meanwhile."""
+
 LOOK_S = 0.1
 
 _PRESENT = {Role.PREFILL: PRESENT_PREFILL, Role.DECODE: PRESENT_DECODE}
@@ -97,6 +100,7 @@ class Meetings:
         self._call: MeetRanks | None = None
         self._has_heard = asyncio.Event()
         self._inviting: asyncio.Task[Any] | None = None
+        self._growing: asyncio.Task[Any] | None = None
         self._all = [one for one in group.ids if one != id]
 
     @property
@@ -114,8 +118,10 @@ class Meetings:
         muster.wait(self._now_s())
         level = logging.WARNING if self.num_held else logging.INFO
         log.log(level, "%s %s waits to meet the ranks of its group: %s", self._role, self._id, why)
-        if self._inviting is not None:
-            self._inviting.cancel()
+        for task in (self._inviting, self._growing):
+            if task is not None:
+                task.cancel()
+        self._inviting = self._growing = None
         telling = self._spawn(repeat(self._bus, _PRESENT[self._role], self._all, muster.present, PRESENT_S))
         try:
             while not await self._meet(member, call := await self._next_call(member)):
@@ -191,10 +197,15 @@ class Meetings:
         self._has_heard.set()
         if news is News.BROKEN:
             self._break()
-        elif news is News.GROWS and not self.is_due and self._member is not None:
-            self._member.call_off()
-            self.is_due = True
-            self._on_called()
+        elif news is News.GROWS and self._growing is None:
+            self._growing = self._spawn(self._grow())
+
+    async def _grow(self) -> None:
+        await asyncio.sleep(GROW_S)
+        assert self._member is not None  # it leads a group
+        self._member.call_off()
+        self.is_due = True
+        self._on_called()
 
     def _break(self) -> None:
         """The group is of no use any more: its next exchange here fails, and its next step."""

@@ -43,7 +43,7 @@ class Muster:
         self.generation = 0
         self.members: dict[str, int] = {}
         """Of that generation, by rank, and their lives."""
-        self.is_waiting = False
+        self.is_waiting = True
         self._since_s = 0.0
         self._tried = 0
         self._heard: dict[str, tuple[RankPresent, float]] = {}

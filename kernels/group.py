@@ -18,7 +18,7 @@ from kernels.grouping import GroupError
 
 dist: Any = torch.distributed  # its stubs lack most of what is used here
 
-MEET_S = 10.0
+MEET_S = 5.0
 """For so long a rank waits for the others to come to a meeting: all of them have said that they wait for it."""
 
 

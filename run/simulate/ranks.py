@@ -13,7 +13,7 @@ from kernels.engine import Chunk
 from kernels.grouping import GroupError, Regrouping
 from kernels.timed import TimedEngine
 
-MEET_S = 10.0
+MEET_S = 5.0
 """For so long a rank waits for others at a meeting."""
 
 

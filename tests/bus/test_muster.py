@@ -29,6 +29,7 @@ def met(id: str, *members: str, generation: int = 5, least: int = 1) -> Muster:
 
 def test_the_first_meeting_waits_for_all_and_goes_on_without_who_does_not_come() -> None:
     muster = Muster(IDS, "d-0", 1, 2)
+    assert muster.hear(present("d-2", 9, is_waiting=False), 0.0) is News.NOTHING  # it loads its weights yet
     muster.wait(0.0)
     assert muster.convene(0.1) == []
     muster.hear(present("d-2", 0), 1.0)

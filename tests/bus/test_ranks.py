@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from bus.actor import Envelope, Handler
 from bus.bus import Delivery, decoder
-from bus.meeting import INVITE_S, PRESENT_S, GroupLost, GroupOf
+from bus.meeting import GROW_S, INVITE_S, PRESENT_S, GroupLost, GroupOf
 from bus.muster import AGAIN_S, GIVE_UP_S
 from bus.ranks import REPEAT_S, REPORT_STEPS, Ranks
 from bus.subjects import BROKEN, EXITED, EXPERTS, PLACE_DECODE, PRESENT_DECODE, STEP_DECODE, Subject
@@ -317,7 +317,8 @@ async def test_a_rank_that_comes_back_is_met_at_the_next_step(
     second.member.is_broken = True
     work, parting = second.begin()
     work.set_exception(RuntimeError("it has left"))
-    await asyncio.sleep(2 * PRESENT_S)
+    assert not first.ranks.is_called()
+    await asyncio.sleep(GROW_S + 2 * PRESENT_S)
     assert first.member.is_called_off and first.ranks.is_called() and not parting.done()
     first.member.is_broken = True
     work, stepping = first.begin()
