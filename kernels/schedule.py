@@ -38,7 +38,7 @@ _NUM_HELD = 4  # steps that go by one decision
 _NEARLY = 0.96  # of the best speed is enough to take all: runs of one length are quicker than times of others tell
 _LEAST_GAIN = 1.0  # what a try without drafts is taken to cost at least, as a part of a step
 _PATIENCE = 4  # as much rarer than new requests are other ones tried, and steps without drafts
-_INERTIA = 8  # steps that the gain of drafting is a mean of
+_NUM_ROUNDS = 3  # until the best speed, which is the price of time, is found
 
 
 class _Record:
@@ -129,9 +129,9 @@ class Scheduler:
     def __post_init__(self) -> None:
         self._size = len(self.temperatures)
         self._record, self._blocks = _Record(), _Blocks(_NUM_OTHERS, self._size)  # of all requests
-        self._gain = 1.0  # of the last steps over ones without drafts
+        self._gain = 1.0  # speed of the last decision over that without drafts
         self._saved_s = 0.0  # for finding out
-        self._is_whole = False  # this step's drafts are verified whatever they promise
+        self._is_whole = False  # drafts are verified whatever they promise
         self._num_held = 0  # steps since the last decision
         self._is_due = True  # for another one
         self._drafts = False  # it was for drafting for somebody, and so for who is new
@@ -144,7 +144,6 @@ class Scheduler:
             return []
         if self.mode == "fixed":
             return able
-        self._is_whole = False
         self._num_held += 1
         is_other = all(histories[number].is_chosen is None for number in able)  # nobody is left of those decided for
         if self._is_due or is_other or self._num_held >= _NUM_HELD:
@@ -164,27 +163,22 @@ class Scheduler:
 
     def _decide(self, histories: Sequence[History], able: list[int]) -> list[int]:
         num, full = len(histories), len(histories) + self._size * len(able)
-        num_held, self._num_held, self._is_due = self._num_held, 0, True
+        num_held, self._num_held, self._is_due, self._is_whole = self._num_held, 0, True, False
         if not self.verify_times.knows(num):
             return []
         if not self.draft_times.knows(len(able)) or not self.verify_times.knows(full):
             self._is_whole = True
             return able
         plain_s, full_s = self.verify_times.at(np.array([num, full])).tolist()
+        row_s = (full_s - plain_s) / (full - num)
         drafts_s = self.draft_times.at(np.arange(1, len(able) + 1))
-        speed = self._gain * num / plain_s
-        price = min(speed * (full_s - plain_s) / (full - num), 1.0)
-        worths = self._worths([histories[number] for number in able], price)
-        order = np.argsort(-worths, kind="stable")
-        gains = np.cumsum(worths[order]) - speed * drafts_s
-        best = int(np.argmax(gains))
-        if gains[-1] > max(gains[best] - (1.0 - _NEARLY) * speed * (full_s + drafts_s[-1]), 0.0):
-            best = len(able) - 1
+        best, speed = self._best([histories[number] for number in able], num, plain_s, row_s, drafts_s)
+        self._gain = speed * plain_s / num
         self._saved_s += _SHARE / 2 ** min(self._num_in_vain, _LEAST_SHARE) * num_held * plain_s
-        if (gains[best] > 0) != self._drafts:
+        if bool(best) != self._drafts:
             self._drafts, self._num_in_vain = not self._drafts, 0
         new = [number for number in able if histories[number].blocks is None]
-        worthy = {able[place] for place in order[: best + 1].tolist()} if self._drafts else set()
+        worthy = {able[place] for place in best}
         rejoining = {number for number in able if histories[number].idle >= _REJOIN} if self._drafts else set()
         for number in able:
             histories[number].is_chosen = number in worthy or number in rejoining
@@ -195,7 +189,6 @@ class Scheduler:
             if self._tries(_PATIENCE * max(self._gain - 1.0, _LEAST_GAIN) * plain_s):
                 return []
             return self._decided(histories, able)
-        self._gain += (1.0 - self._gain) * min(num_held / _INERTIA, 1.0)
         tried, patience = (new, 1) if new else (able, _PATIENCE)
         whole_s = float(self.verify_times.at(np.array([num + self._size * len(tried)]))[0])
         self._is_whole = self._is_due = self._tries(patience * (float(drafts_s[len(tried) - 1]) + whole_s - plain_s))
@@ -226,8 +219,7 @@ class Scheduler:
         whole_s = draft_s + float(self.verify_times.at(np.array([num_rows + len(order)]))[0])
         if (num_rows + float(flat.sum())) / whole_s >= _NEARLY * speed:
             num = len(order)
-        plain_s = float(self.verify_times.at(np.array([num_rows]))[0])
-        self._gain += (max(speed * plain_s / num_rows, 1.0) - self._gain) / _INERTIA
+        self._is_whole = num == len(order)  # until the next decision
         taken = np.bincount(order[:num] // self._size, minlength=len(lengths))
         return taken.tolist(), confidence
 
@@ -248,19 +240,44 @@ class Scheduler:
         expected = self._record.correction()
         return np.array([history.record.correction(expected) for history in histories])
 
-    def _worths(self, histories: Sequence[History], price: float) -> Floats:
-        """What a block is worth for each request: the tokens to be expected of its drafts, less the price of their
-        rows, as of its last blocks, and of other requests' while it has few: [requests]."""
-        prior = self._size * (1.0 - price)  # of the very first: as if it were perfect
+    def _best(
+        self, histories: Sequence[History], num_rows: int, plain_s: float, row_s: float, drafts_s: Floats
+    ) -> tuple[list[int], float]:
+        """Whom of `histories` drafting for gives the most tokens a second, in a step that takes `plain_s` for its
+        `num_rows` without drafts, and those tokens. Nobody where that is as good.
+
+        Time has the price of the best speed: with a lower one a choice is found that is faster, which is the next
+        price, until none is (Dinkelbach's method).
+        """
+        survivals = self._survivals(histories)
+        best: list[int] = []
+        plain = speed = num_rows / plain_s
+        for _ in range(_NUM_ROUNDS):
+            tokens, rows = _above(*survivals, speed * row_s)
+            worths = tokens - speed * row_s * rows
+            order = np.argsort(-worths, kind="stable")
+            gains = np.cumsum(worths[order]) - speed * drafts_s
+            num = int(np.argmax(gains)) + 1
+            if gains[num - 1] <= 1e-9:
+                break
+            best = order[:num].tolist()
+            speed = (num_rows + tokens[best].sum()) / (plain_s + drafts_s[num - 1] + row_s * rows[best].sum())
+        if best:
+            whole = (num_rows + tokens.sum()) / (plain_s + drafts_s[-1] + row_s * rows.sum())
+            if whole > max(_NEARLY * speed, plain):
+                best = list(range(len(histories)))
+        return best, float(speed)
+
+    def _survivals(self, histories: Sequence[History]) -> tuple[Floats, Counts, Floats]:
+        """Of the last blocks of each request [requests, blocks, places] and their numbers [requests], and of the last
+        ones of all [blocks, places]; before there are any, of a perfect one."""
+        others = np.ones((1, self._size))
         if self._blocks.num:
             others = _survival(self._blocks.values[: self._blocks.num], self._record.correction())
-            prior = float(np.maximum(others - price, 0.0).sum(1).mean())
         empty = np.zeros((_NUM_RECENT, self._size))
         own = np.stack([empty if history.blocks is None else history.blocks.values for history in histories])
         nums = np.array([0 if history.blocks is None else history.blocks.num for history in histories])
-        survival = _survival(own, self._corrections(histories)[:, None, None])
-        sums = np.maximum(survival - price, 0.0).sum((1, 2))
-        return np.asarray((sums + _PRIOR * prior) / (nums + _PRIOR), dtype=np.float64)
+        return _survival(own, self._corrections(histories)[:, None, None]), nums, others
 
     def _tries(self, cost_s: float) -> bool:
         """Whether the other way is taken for once: when a share of the time of late pays for it."""
@@ -269,6 +286,16 @@ class Scheduler:
         self._saved_s = 0.0
         self._num_in_vain += 1
         return True
+
+
+def _above(own: Floats, nums: Counts, others: Floats, price: float) -> tuple[Floats, Floats]:
+    """What a block of each request gives by `Scheduler._survivals`, where rows of more than a price are verified: the
+    tokens to be expected of its drafts, and their rows; [requests]. Others' count while it has few of its own."""
+    pays, pays_others = own > price, others > price
+    weight = nums + _PRIOR
+    tokens = (own * pays).sum((1, 2)) + _PRIOR * float((others * pays_others).sum(1).mean())
+    rows = pays.sum((1, 2)) + _PRIOR * float(pays_others.sum(1).mean())
+    return tokens / weight, rows / weight
 
 
 def _survival(confidence: Floats, correction: Floats | float) -> Floats:

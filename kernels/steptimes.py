@@ -14,7 +14,7 @@ Floats = npt.NDArray[np.float64]
 
 _NUM_KEPT = 15  # of each range of sizes: so many of the last passes
 _NUM_NEEDED = 3  # of them make a median that one odd pass does not move
-_PER_OCTAVE = 2  # ranges of sizes from one to its double
+_PER_OCTAVE = 4  # ranges of sizes from one to its double
 _NEAR = 1.5  # as far, as a factor, a size that was measured tells of others
 
 
