@@ -136,9 +136,8 @@ def test_streams_go_on_while_processes_are_killed_and_stopped_and_nothing_surviv
     """After Ctrl-C nothing does either: whatever stops a system here waits for that."""
     system = chaos_system(tmp_path)
     try:
-        outcome = asyncio.run(
-            chaos(system, num_streams=104, max_tokens=64, kills=["decode", "broker", "prefill"], pause_s=1.2)
-        )
+        kills = ["entrypoint", "decode", "broker", "prefill"]
+        outcome = asyncio.run(chaos(system, num_streams=104, max_tokens=64, kills=kills, pause_s=1.0))
     finally:
         status = system.stop(signal.SIGKILL)
     print(outcome)
