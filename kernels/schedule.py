@@ -38,7 +38,8 @@ _NUM_HELD = 4  # steps that go by one decision
 _NEARLY = 0.96  # of the best speed is enough to take all: runs of one length are quicker than times of others tell
 _LEAST_GAIN = 1.0  # what a try without drafts is taken to cost at least, as a part of a step
 _PATIENCE = 4  # as much rarer than new requests are other ones tried, and steps without drafts
-_NUM_ROUNDS = 3  # until the best speed, which is the price of time, is found
+_NUM_ROUNDS = 4  # at most, until the best speed is found
+_SAME = 0.01  # as a part of it: near enough
 
 
 class _Record:
@@ -246,27 +247,27 @@ class Scheduler:
         """Whom of `histories` drafting for gives the most tokens a second, in a step that takes `plain_s` for its
         `num_rows` without drafts, and those tokens. Nobody where that is as good.
 
-        Time has the price of the best speed: with a lower one a choice is found that is faster, which is the next
-        price, until none is (Dinkelbach's method).
+        Time has the price of the best speed, in tokens: what is chosen at some price has a speed, which is the next
+        price, until it is the same (Dinkelbach's method). The first is that of the last decision.
         """
         survivals = self._survivals(histories)
-        best: list[int] = []
-        plain = speed = num_rows / plain_s
+        plain = num_rows / plain_s
+        speed = self._gain * plain
         for _ in range(_NUM_ROUNDS):
             tokens, rows = _above(*survivals, speed * row_s)
             worths = tokens - speed * row_s * rows
             order = np.argsort(-worths, kind="stable")
-            gains = np.cumsum(worths[order]) - speed * drafts_s
-            num = int(np.argmax(gains)) + 1
-            if gains[num - 1] <= 1e-9:
+            num = int(np.argmax(np.cumsum(worths[order]) - speed * drafts_s)) + 1
+            best = order[:num]
+            found = (num_rows + tokens[best].sum()) / (plain_s + drafts_s[num - 1] + row_s * rows[best].sum())
+            before, speed = speed, max(float(found), plain)
+            if abs(speed - before) < _SAME * before:
                 break
-            best = order[:num].tolist()
-            speed = (num_rows + tokens[best].sum()) / (plain_s + drafts_s[num - 1] + row_s * rows[best].sum())
-        if best:
-            whole = (num_rows + tokens.sum()) / (plain_s + drafts_s[-1] + row_s * rows.sum())
-            if whole > max(_NEARLY * speed, plain):
-                best = list(range(len(histories)))
-        return best, float(speed)
+        if found <= plain:
+            return [], plain
+        whole = (num_rows + tokens.sum()) / (plain_s + drafts_s[-1] + row_s * rows.sum())
+        is_enough = whole > max(_NEARLY * speed, plain)
+        return (list(range(len(histories))) if is_enough else best.tolist()), speed
 
     def _survivals(self, histories: Sequence[History]) -> tuple[Floats, Counts, Floats]:
         """Of the last blocks of each request [requests, blocks, places] and their numbers [requests], and of the last
