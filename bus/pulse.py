@@ -50,7 +50,8 @@ class Pulse:
     async def turn(self, has_work: asyncio.Event) -> None:
         """The loop is here once in each turn: one has ended, and the next begins when there is work."""
         self._is_working.clear()
-        await has_work.wait()
+        if not has_work.is_set():
+            await has_work.wait()
         self._is_working.set()
         self.num_turns += 1
         if self._watching is None:

@@ -108,7 +108,7 @@ class TimedEngine:
         self._cost = cost or StepCost()
         self._mean_output = mean_output
         self._most_accepted = most_accepted
-        self._counts = Counts(0, 0, 0)
+        self._num_drafted = self._num_verified = self._num_accepted = 0
         self._requests = Requests(_Request)
         self._num_blocks = info.capacity_tokens // BLOCK_TOKENS
 
@@ -118,7 +118,7 @@ class TimedEngine:
 
     @property
     def counts(self) -> Counts:
-        return self._counts
+        return Counts(self._num_drafted, self._num_verified, self._num_accepted)
 
     @property
     def group(self) -> Member | None:
@@ -239,11 +239,12 @@ class TimedEngine:
         """The tokens of one step: one behind the prompt, then as many as are foreseen and have room."""
         num = 1
         if request.last != NONE:
-            drafted, verified, accepted = self._counts
             most = min(self._most_accepted, request.num_reserved - request.num_tokens)
             if most > 1:
                 num = min(1 + _mix(request.digest) % self._most_accepted, most)
-            self._counts = Counts(drafted + most - 1, verified + most, accepted + num - 1)
+            self._num_drafted += most - 1
+            self._num_verified += most
+            self._num_accepted += num - 1
         tokens: list[int] = []
         request.logprobs = []
         for _ in range(num):

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Mapping
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -273,7 +274,7 @@ class Decode(Actor):
         """Room for the next step of those that run (`pressure.py`). Those that have to wait for theirs."""
         running, max_tokens = self.slots.running(), self._engine.info.max_tokens
         self._totals.num_waiting = 0
-        if not any(may_want(one, max_tokens) for one in running):
+        if not any(map(may_want, running, repeat(max_tokens))):
             return []
         relief = relieve(list(self.slots), self.slots.num_free_blocks, max_tokens)
         self._totals.num_waiting = len(relief.waiting)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 from actors.decode.slots import Generation
 from actors.rules.outbox import Outbox
@@ -50,7 +51,7 @@ class Telling:
 
     def may_send(self, now_s: float) -> bool:
         """Whether something waits that could go out."""
-        return any(self._outbox.may_send(entrypoint, now_s) for entrypoint in self._untold)
+        return any(map(self._outbox.may_send, self._untold, repeat(now_s)))
 
     def take(self, now_s: float) -> list[tuple[str, TokensEmitted]]:
         """(entrypoint, message) to send now."""
