@@ -232,9 +232,56 @@ def test_a_group_asleep_goes_on_without_a_rank_that_was_killed_and_with_its_succ
             assert left.part.size == 2  # it cannot know
             anew = await add_rank(system, Role.DECODE, crew, 1, life=2)
             assert (left.part.size, left.part.generation) == (2, anew.part.generation)
+            for life in (3, 4):  # again, and again while it serves
+                system.kill("decode/g-1")
+                anew.part.abandon()
+                await system.send(submit(f"r{life}", max_tokens=500))
+                await asyncio.sleep(5)
+                assert left.part.size == 1
+                anew = await add_rank(system, Role.DECODE, crew, 1, life=life)
+                assert (left.part.size, left.part.generation) == (2, anew.part.generation)
             system.kill("decode/g-1")
             await system.send(submit("r", max_tokens=20))
             await system.listener.over("r").wait()
             assert system.listener.tokens["r"] == expected and left.part.size == 1
+
+    run_virtual(main())
+
+
+def test_prompts_go_on_when_a_rank_comes_back() -> None:
+    """The step at which all leave to meet it has computed nothing, and one that serves others is none to learn from."""
+
+    async def main() -> None:
+        (expected,) = await alone("r", max_tokens=5, num_tokens=900)
+        async with core(0, 1, COST) as system:
+            crew = Crew(2)
+            left, _ = await add_group(system, Role.PREFILL, crew)
+            actor = system.actors["prefill/g-0"]
+            assert isinstance(actor, Prefill)
+            system.kill("prefill/g-1")
+            await system.send(submit("first", 5, 5))
+            await system.listener.over("first").wait()
+            assert left.part.size == 1
+            call_off, calling, kept = left.part.call_off, [], []
+
+            async def amid_a_prompt() -> None:
+                await system.send(submit("r", 900, 5))
+                while not actor.batch.num_running:
+                    await asyncio.sleep(0.001)
+                kept.append(system.entrypoint.shard.detail()["rebuilt"])
+                call_off()
+
+            left.part.call_off = lambda: calling.append(asyncio.create_task(amid_a_prompt()))  # type: ignore[method-assign]
+            await add_rank(system, Role.PREFILL, crew, 1, life=2)
+            await system.listener.over("r").wait()
+            assert system.listener.tokens["r"] == expected and left.part.size == 2
+            assert kept == [system.entrypoint.shard.detail()["rebuilt"]]
+            other = system.actors["prefill/g-1"]
+            assert isinstance(other, Prefill)
+            learnt = actor.batch.meter._num_steps, other.batch.meter._num_steps
+            await actor.drain()
+            await system.send(submit("last", 900, 5))
+            await system.listener.over("last").wait()
+            assert (actor.batch.meter._num_steps, other.batch.meter._num_steps > learnt[1]) == (learnt[0], True)
 
     run_virtual(main())

@@ -16,7 +16,7 @@ from bus.bus import Delivery, decoder
 from bus.meeting import GROW_S, INVITE_S, PRESENT_S, GroupLost, GroupOf
 from bus.muster import AGAIN_S, GIVE_UP_S
 from bus.ranks import REPEAT_S, REPORT_STEPS, Ranks
-from bus.subjects import BROKEN, EXITED, EXPERTS, PLACE_DECODE, PRESENT_DECODE, STEP_DECODE, Subject
+from bus.subjects import BROKEN, EXITED, EXPERTS, MEET_DECODE, PLACE_DECODE, PRESENT_DECODE, STEP_DECODE, Subject
 from run.virtual import run_virtual
 from schemas.experts import ExpertsUsed, GroupBroken, MeetRanks, PlaceExperts, RankPresent, StepWanted
 from schemas.liveness import ProcessExited
@@ -39,6 +39,7 @@ class FakeMember:
         self.places = PLACES
         self.errors: list[RuntimeError] = []
         """Of the next meetings."""
+        self.meets = asyncio.Event()
         self.moved: list[tuple[int, list[Any]]] = []
         self.may_move = asyncio.Event()
 
@@ -46,6 +47,7 @@ class FakeMember:
         return f"rank {self.rank}"
 
     async def meet(self, generation: int, rank: int, size: int, address: str) -> None:
+        self.meets.set()
         await asyncio.sleep(0.05)
         if self.errors:
             raise self.errors.pop()
@@ -329,6 +331,49 @@ async def test_a_rank_that_comes_back_is_met_at_the_next_step(
     assert first.member.size == second.member.size == 2
     assert first.member.generation == second.member.generation > former
     assert not first.ranks.is_called() and not second.ranks.is_called()
+    del said[:]
+    await asyncio.sleep(2 * INVITE_S)
+    assert said == [] and first.is_idle and second.is_idle  # nobody is missing
+
+
+@played
+async def test_a_call_that_comes_while_ranks_meet_is_not_for_the_next_time(
+    here: Place, first: Rank, second: Rank, said: list[tuple[str, Message]]
+) -> None:
+    second.is_deaf = first.member.is_broken = True
+    first.member.meets.clear()
+    for _ in range(2):
+        work, stepping = first.begin()
+        work.set_exception(RuntimeError("rank 1 is silent"))
+        await first.member.meets.wait()
+        first.member.meets.clear()
+        former = first.member.generation
+        call = MeetRanks(generation=1 << 62, ids=["d-1", "d-0"], lives=[50, 100], address="")
+        await second.bus.tell(MEET_DECODE.at("d-0"), call)
+        with pytest.raises(RuntimeError, match="silent"):
+            await stepping
+        assert former < first.member.generation != 1 << 62 and first.member.size == 1
+        first.member.is_broken = True
+
+
+@played
+async def test_of_whose_end_there_is_word_is_not_waited_for(
+    here: Place, first: Rank, second: Rank, said: list[tuple[str, Message]]
+) -> None:
+    """And a plan that was being carried out is none any more."""
+    place = PlaceExperts(generation=first.member.generation, version=4, places=[b"\3\0\2\0\1\0\0\0"])
+    await second.bus.tell(PLACE_DECODE.at("d-0"), place)
+    await asyncio.sleep(0.1)
+    placing = first.tasks[-1]
+    second.is_deaf = first.member.is_broken = True
+    work, stepping = first.begin()
+    work.set_exception(RuntimeError("rank 1 is silent"))
+    await asyncio.sleep(0.17)
+    await first.ranks.events({})[EXITED.all()](ProcessExited(name="n", pid=1, members=["decode/d-1"]), ANY)
+    await asyncio.sleep(0.051)  # what a meeting takes
+    assert stepping.done() and first.member.size == 1 and placing.cancelled()
+    with pytest.raises(RuntimeError, match="silent"):
+        await stepping
 
 
 @played

@@ -132,6 +132,7 @@ def test_ranks_that_have_met_again_begin_anew() -> None:
     anew = groups.of(used(16, 0, generation=8))
     hear(anew, FIRST, 1)
     assert anew.generation == 8 and anew.question(used(0, 0)) is None
+    assert groups.of(used(48, 0)) is None and groups.of(used(16, 0, generation=8)) is anew  # late word of before
     for other in (structs.replace(used(16, 0), role=Role.PREFILL), structs.replace(used(16, 0), group="e-0")):
         assert groups.of(other) is not anew
     assert groups.detail() == {"groups": 3.0, "plans": 0.0, "imbalance": 1.0}
