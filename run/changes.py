@@ -70,7 +70,7 @@ async def follow(
     say: Callable[[str], None],
 ) -> None:
     """Carry out what changes in the file, for ever. It is read when it has been the same for two looks, so that one
-    that is being written is left alone. `change` raises ClusterError and SettingsError."""
+    that is being written is left alone. `change` raises ClusterError, SettingsError and OSError."""
     done = seen = _stamp(path)
     while True:
         await asyncio.sleep(LOOK_S)
@@ -81,7 +81,7 @@ async def follow(
         done = now
         try:
             wanted = change()
-        except (ClusterError, SettingsError) as error:
+        except (ClusterError, SettingsError, OSError) as error:
             say(f"nothing is changed: {error}")
             continue
         if not wanted.is_none:

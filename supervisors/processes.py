@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import random
@@ -90,7 +91,8 @@ class Process:
     def leave(self) -> None:
         """SIGTERM: it is to see off what it has, and end."""
         if self.pid is not None:
-            os.kill(self.pid, signal.SIGTERM)
+            with contextlib.suppress(ProcessLookupError):  # it has ended just now
+                os.kill(self.pid, signal.SIGTERM)
 
     def kill(self) -> None:
         """SIGKILL to the whole group, now. Works on a stopped process too."""

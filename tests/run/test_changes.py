@@ -20,9 +20,7 @@ def process(name: str, *members: str) -> ProcessSpec:
 
 FRONT = process("front", "gateway/g0", "recipe/r0", "entrypoint/e0")
 D0, D1 = process("decode-0", "decode/d0"), process("decode-1", "decode/d1")
-RANKS = tuple(
-    replace(process(f"g-{i}", f"decode/g-{i}"), group=GroupPlace(("g-0", "g-1"), i, "127.0.0.1:5")) for i in range(2)
-)
+RANKS = tuple(replace(process(f"g-{i}", f"decode/g-{i}"), group=GroupPlace(("g-0", "g-1"), i)) for i in range(2))
 
 
 def test_what_comes_is_there_before_others_leave() -> None:
@@ -66,20 +64,24 @@ def test_a_file_is_read_when_it_is_whole_and_a_wrong_one_changes_nothing(
 
     def read() -> Change:
         known = {"two": (FRONT, D0, D1), "one": (FRONT, D0)}
-        if (text := path.read_text()) not in known:
+        if (text := path.read_text()) == "nobody may read it":
+            raise PermissionError(text)
+        if text not in known:
             raise ClusterError(f"no {text}")
         return Change.between((FRONT, D0, D1), known[text])
 
     async def main() -> None:
         following = asyncio.create_task(follow(path, read, done.put, said.append))
         await asyncio.sleep(0.05)
-        path.write_text("nonsense")
         async with asyncio.timeout(10):
-            while not said:
-                await asyncio.sleep(0.01)
+            for num_said, text in enumerate(("nonsense", "nobody may read it"), 1):
+                path.write_text(text)
+                while len(said) < num_said:
+                    await asyncio.sleep(0.01)
             path.write_text("one")
             change = await done.get()
-        assert change.leaving == (D1,) and said == ["nothing is changed: no nonsense"]
+        assert change.leaving == (D1,)
+        assert said == ["nothing is changed: no nonsense", "nothing is changed: nobody may read it"]
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
 
