@@ -33,7 +33,8 @@ class Courier(Generic[M]):
     """Carries the messages of one outbox to the actors of one role.
 
     `on_receipt` is called when more may be sent, `on_gone` with a destination where nobody listens any more; what
-    waits for it is dropped then. Have one task call `flush`: two would mix up the order.
+    waits for it is dropped then. Have one task call `flush`: two would mix up the order. A receipt counts no sooner
+    than `pace_s` after its message went out.
     """
 
     def __init__(
@@ -43,18 +44,23 @@ class Courier(Generic[M]):
         outbox: Outbox[M],
         on_receipt: Callable[[], None],
         on_gone: Callable[[str], None],
+        pace_s: float = 0.0,
     ) -> None:
         self._bus = bus
         self._subject = subject
         self._outbox = outbox
         self._on_receipt = on_receipt
         self._on_gone = on_gone
+        self._pace_s = pace_s
         self._fates: dict[str, OnFate] = {}
+        self._sent_s: dict[str, float] = {}
 
     async def flush(self) -> bool:
         """Send what may go out now. Whether anything was."""
-        messages = self._outbox.take(asyncio.get_running_loop().time())
+        now_s = asyncio.get_running_loop().time()
+        messages = self._outbox.take(now_s)
         for destination, message in messages:
+            self._sent_s[destination] = now_s
             await self._bus.tell(self._subject.at(destination), message, on_fate=self._fate(destination))
         return bool(messages)
 
@@ -63,12 +69,21 @@ class Courier(Generic[M]):
 
             def on_fate(was_taken: bool) -> None:
                 if was_taken:
-                    self._outbox.taken(destination, asyncio.get_running_loop().time())
-                    self._on_receipt()
+                    self._taken(destination)
                 else:
                     self._fates.pop(destination, None)
+                    self._sent_s.pop(destination, None)
                     self._outbox.drop(destination)
                     self._on_gone(destination)
 
             self._fates[destination] = on_fate
         return self._fates[destination]
+
+    def _taken(self, destination: str) -> None:
+        loop = asyncio.get_running_loop()
+        due_s = self._sent_s.get(destination, 0.0) + self._pace_s
+        if loop.time() < due_s:
+            loop.call_at(due_s, self._taken, destination)
+            return
+        self._outbox.taken(destination, loop.time())
+        self._on_receipt()

@@ -18,7 +18,7 @@ from actors.decode.blocks import Filling
 from actors.decode.grammar import Grammars
 from actors.decode.pressure import may_want, relieve
 from actors.decode.slots import Generation, Slots
-from actors.decode.telling import Telling, Totals
+from actors.decode.telling import PACE_S, Telling, Totals
 from actors.rules.ring import Ring
 from actors.rules.spans import end_span
 from bus.actor import GRACE_S, LAST_S, Actor, Envelope, Handler
@@ -79,7 +79,7 @@ class Decode(Actor):
         self.slots = Slots(info.num_slots, info.capacity_tokens, info.max_tokens)
         self._arrivals: list[tuple[Generation, bytes, asyncio.Future[str]]] = []
         self._telling = Telling(f"{self.role}/{id}", self.wake)
-        self._courier = Courier(bus, TOKENS, self._telling, self.wake, self._abandon)
+        self._courier = Courier(bus, TOKENS, self._telling, self.wake, self._abandon, PACE_S)
         self.keeper = Keeper(bus, bulk, f"{self.role}/{id}", Ring, self.spawn, snapshot_bytes)
         self._leaving = Leaving(bus, bulk, self.spawn, self._on_called)
         self._totals = Totals()

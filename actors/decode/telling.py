@@ -14,6 +14,10 @@ from schemas.request import TokensEmitted
 BACKLOG_TOKENS = 4096
 """No more steps are made for an entrypoint that so many tokens wait for. Logprobs are kept of as many."""
 
+PACE_S = 0.002
+"""Between two batches to one entrypoint, at least. A step takes longer, and what it gives goes out at once; what a
+faster engine gives is gathered."""
+
 
 class Telling:
     """What steps gave waits here, by entrypoint, until its window is open: then all of it goes out, each request's in
