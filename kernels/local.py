@@ -73,13 +73,14 @@ class LocalEngine:
         compute_dtype: ComputeDtype = "fp32",
         drafts: Mode = "scheduled",
         group: GroupSpec | None = None,
+        scheduler: Callable[[Mode, Floats], Scheduler] | None = None,
     ) -> None:
         """Reads only config.json and shoal.json; `start` loads the weights. Raises ConfigError.
 
         num_slots: requests held at once; max_step_tokens: the most tokens of one prefill step; num_threads: torch's, as
         products take one (`ops/blas.py`); drafts: whether the draft stages are used, where the checkpoint has them, and
         whether all they say is verified or what pays (`schedule.py`); group: the ranks that share the experts, which
-        are met when it is started.
+        are met when it is started; scheduler: another one, to look on.
         """
         self._folder = Path(folder)
         self._compute_dtype: ComputeDtype = compute_dtype
@@ -106,7 +107,7 @@ class LocalEngine:
         )
         self._requests = Requests(SlotRequest)
         self._thread = ComputeThread("engine", num_threads)
-        self._group_spec = group
+        self._group_spec, self._make_scheduler = group, scheduler
         self._steps: Stepping | None = None
         self._member: LocalMember | None = None
 
@@ -273,7 +274,8 @@ class LocalEngine:
         space = _space(revision(self._folder), self._config, self._compute_dtype, self._device)
         self._info = dataclasses.replace(self._info, space=space)
         lockstep = Lockstep(group, model)
-        scheduler = Scheduler(self._mode if model.drafter is not None else "off", self._temperatures)
+        mode = self._mode if model.drafter is not None else "off"
+        scheduler = (self._make_scheduler or Scheduler)(mode, self._temperatures)
         self._steps = Stepping(model, pool, lockstep, scheduler, self._info.eos_token)
         if group is None:
             self._warm_up()

@@ -210,7 +210,7 @@ class Scheduler:
             self._blocks.add(block)
         if self._is_whole:
             return list(lengths), confidence
-        survival = _survival(confidence, self._corrections(histories)[:, None])
+        survival = self.survival(confidence, histories)
         survival[np.arange(self._size) >= np.array(lengths)[:, None]] = 0.0
         flat = survival.ravel()
         order = np.argsort(-flat, kind="stable")  # of equals the earlier place: what is taken are prefixes
@@ -233,9 +233,13 @@ class Scheduler:
 
     def learn(self, history: History, confidence: Floats, num_right: int) -> None:
         """So many of a request's verified drafts were right, of `confidence` [drafts]."""
-        if self.mode == "scheduled" and len(confidence):
+        if len(confidence):
             history.record.add(confidence, num_right, _KEPT)
             self._record.add(confidence, num_right, _KEPT_OF_ALL)
+
+    def survival(self, confidence: Floats, histories: Sequence[History]) -> Floats:
+        """How likely each draft is right, and all before it: of `confidence` [requests, block] as `admit` gave it."""
+        return _survival(confidence, self._corrections(histories)[:, None])
 
     def _corrections(self, histories: Sequence[History]) -> Floats:
         expected = self._record.correction()

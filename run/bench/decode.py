@@ -92,10 +92,10 @@ async def measure(
     }
     for engine in engines.values():
         await engine.start()
-    prompts = _prompts(folder, text, engines["off"].info.vocab_size)
+    prompts = prompts_of(folder, text, engines["off"].info.vocab_size)
     found: dict[str, dict[str, dict[str, float]]] = {mode: {} for mode in MODES}
     for number, batch in enumerate(BATCHES):
-        loads = {mode: _Load(engines[mode], prompts, batch) for mode in MODES}
+        loads = {mode: Load(engines[mode], prompts, batch) for mode in MODES}
         while (least := min(load.spent_s for load in loads.values())) < seconds:
             told((number + least / seconds) / len(BATCHES))
             for load in loads.values():
@@ -110,7 +110,7 @@ async def measure(
 
 
 @dataclass
-class _Load:
+class Load:
     """So many requests at a time for one engine, and what its steps came to."""
 
     engine: LocalEngine
@@ -181,7 +181,7 @@ class _Load:
             self.engine.free(key)
 
 
-def _prompts(folder: Path, text: Text, vocab_size: int) -> list[_Prompt]:
+def prompts_of(folder: Path, text: Text, vocab_size: int) -> list[_Prompt]:
     rng = random.Random(0)
     num = NUM_QUESTIONS * len(TASKS)
     greedy = Sampling(0.0, 1.0, 0)

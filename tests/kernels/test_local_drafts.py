@@ -13,7 +13,6 @@ import pytest
 import safetensors.torch
 import torch
 
-from kernels import local as local_engine
 from kernels.batch import Batch
 from kernels.cache import StatePool
 from kernels.engine import Admission, Chunk, Sampling, StateError, Tokens
@@ -33,8 +32,8 @@ NUM_NEW = 20
 SAMPLINGS = {"greedy": Sampling(0.0, 1.0, 0), "warm": Sampling(1.0, 0.9, 5), "hot": Sampling(30.0, 1.0, 2**63 - 1)}
 
 
-def engine(*, drafts: Mode = "fixed", folder: Path = MINI) -> LocalEngine:
-    return LocalEngine(folder, num_slots=4, max_step_tokens=64, drafts=drafts)
+def engine(*, drafts: Mode = "fixed", folder: Path = MINI, scheduler: type[Scheduler] = Scheduler) -> LocalEngine:
+    return LocalEngine(folder, num_slots=4, max_step_tokens=64, drafts=drafts, scheduler=scheduler)
 
 
 def tokens(num_tokens: int, seed: int = 0) -> Tokens:
@@ -75,14 +74,12 @@ class AnySchedule(Scheduler):
         return [self.chance.randint(0, most) for most in lengths], confidence
 
 
-def test_drafts_change_no_token_and_save_steps(run_debug: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_change_no_token_and_save_steps(run_debug: Run) -> None:
     async def main() -> None:
         plain = await outputs(engine(drafts="off"))
         assert await outputs(engine()) == plain
         assert await outputs(engine(drafts="scheduled")) == plain
-        with monkeypatch.context() as patch:
-            patch.setattr(local_engine, "Scheduler", AnySchedule)
-            assert await outputs(engine()) == plain
+        assert await outputs(engine(scheduler=AnySchedule)) == plain
         local = engine()
         await local.start()
         await begin(local)
