@@ -283,8 +283,10 @@ class TimedEngine:
         bits = constraint.allow([])
         if not len(bits):
             return NONE
+        if bits[0, wanted // 32] >> wanted % 32 & 1:
+            return wanted
         allowed = np.flatnonzero(np.unpackbits(bits[0].view(np.uint8), bitorder="little"))
-        return wanted if wanted in allowed else int(allowed[draw % len(allowed)])
+        return int(allowed[draw % len(allowed)])
 
 
 def _mix(z: int) -> int:

@@ -14,9 +14,13 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from actors.decode.actor import Decode
 from actors.decode.slots import Slots
 from actors.entrypoint.request import Request
 from actors.entrypoint.shard import Shard
+from actors.quota.quota import Bucket
+from actors.vision import actor as vision
+from actors.vision import queue
 from bus.bus import Bus
 from bus.shelf import Shelf
 from bus.subjects import RELEASE_DECODE, RELEASE_PREFILL
@@ -93,6 +97,23 @@ def decode_cancels_any(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Slots, "cancel", lambda self, id, epoch=0: cancel(self, id))
 
 
+def grammars_begin_anew(patch: pytest.MonkeyPatch) -> None:
+    """Who goes on with a request follows its grammar from the start, not behind the output so far."""
+    prepare = Decode._prepare
+    patch.setattr(Decode, "_prepare", lambda self, generation, state, output: prepare(self, generation, state, []))
+
+
+def images_are_their_size(patch: pytest.MonkeyPatch) -> None:
+    """A vision replica takes images of one size for one image."""
+    for module in (vision, queue):
+        patch.setattr(module, "key_of", lambda image: ("", image.width, image.height))
+
+
+def nobody_is_limited(patch: pytest.MonkeyPatch) -> None:
+    """A quota actor forgets what it has let in."""
+    patch.setattr(Bucket, "take", lambda self, num, now_ns: None)
+
+
 PLANTS: dict[str, Plant] = {
     "no de-duplication": no_deduplication,
     "decode skips a release": _skipped_release("decode/", RELEASE_DECODE),
@@ -103,6 +124,9 @@ PLANTS: dict[str, Plant] = {
     "tokens of any epoch count": any_tokens_count,
     "any claim wins": any_claim_wins,
     "decode cancels any epoch": decode_cancels_any,
+    "grammars begin anew": grammars_begin_anew,
+    "images are their size": images_are_their_size,
+    "nobody is limited": nobody_is_limited,
 }
 
 

@@ -147,7 +147,7 @@ def _any(draw: random.Random, shape: Shape) -> str:
 def _messages(draw: random.Random, shape: Shape, at_s: float) -> Fault:
     return Messages(
         at_s=at_s,
-        for_s=_length(draw, 1.0, 6.0, 20.0),
+        for_s=_length(draw, 1.0, 4.0, 12.0),
         kind=draw.choice(
             ["tokens", "tokens", "asks", "asks", "answers", "answers", "reports", "frees", "cache", "exits"]
         ),
@@ -158,7 +158,7 @@ def _messages(draw: random.Random, shape: Shape, at_s: float) -> Fault:
 
 
 def _apart(draw: random.Random, shape: Shape, at_s: float) -> Fault:
-    return Apart(at_s=at_s, for_s=_length(draw, 0.5, 4.0, 12.0, 30.0), name=_any(draw, shape))
+    return Apart(at_s=at_s, for_s=_length(draw, 0.5, 4.0, 10.0, 20.0), name=_any(draw, shape))
 
 
 def _kill(draw: random.Random, shape: Shape, at_s: float) -> Fault:
@@ -167,13 +167,13 @@ def _kill(draw: random.Random, shape: Shape, at_s: float) -> Fault:
 
 
 def _stand(draw: random.Random, shape: Shape, at_s: float) -> Fault:
-    for_s = _length(draw, 0.3, 3.0, 8.0, 20.0, 40.0)
+    for_s = _length(draw, 0.3, 3.0, 8.0, 20.0)
     return Stand(at_s=at_s, for_s=for_s, name=_any(draw, shape), is_watched=draw.random() < 0.6)
 
 
 def _replace(draw: random.Random, shape: Shape, at_s: float) -> Fault:
     name = draw.choice(_names(shape, "decode", "prefill"))
-    return Replace(at_s=at_s, for_s=_length(draw, 6.0, 15.0, 30.0), name=name, more_s=_length(draw, 0.5, 5.0))
+    return Replace(at_s=at_s, for_s=_length(draw, 6.0, 12.0, 20.0), name=name, more_s=_length(draw, 0.5, 5.0))
 
 
 def _leave(draw: random.Random, shape: Shape, at_s: float) -> Fault:
@@ -188,7 +188,7 @@ def _slow(draw: random.Random, shape: Shape, at_s: float) -> Fault:
 
 def _hang(draw: random.Random, shape: Shape, at_s: float) -> Fault:
     """Often so long that the actor gives its engine up."""
-    return Hang(at_s=at_s, for_s=_length(draw, 3.0, 15.0, 150.0), name=draw.choice(_names(shape, "decode", "prefill")))
+    return Hang(at_s=at_s, for_s=_length(draw, 3.0, 12.0, 90.0), name=draw.choice(_names(shape, "decode", "prefill")))
 
 
 def _disk(draw: random.Random, shape: Shape, at_s: float) -> Fault:

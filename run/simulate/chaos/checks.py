@@ -18,7 +18,7 @@ from bus.keeper import Keeper
 from bus.memory import MemoryWire
 from bus.shelf import Offer
 from run.simulate.chaos.broker import ChaosWire
-from run.simulate.chaos.clients import Violate
+from run.simulate.chaos.clients import PER_MINUTE, Violate
 from run.simulate.chaos.truth import ChaosEngine
 from run.simulate.chaos.world import ChaosWorld
 from schemas.handover import Dispatch, HandOver
@@ -125,6 +125,14 @@ class Checks:
             return heard
 
         shard.hear = watched  # type: ignore[method-assign]
+
+
+def limit_wrongs(world: ChaosWorld, num_admitted: int) -> Iterator[str]:
+    """A tenant with a limit gets no more than that from each quota actor there was: scripts are shorter than the
+    minute in which as many may come again."""
+    num_actors = world.script.shape.quota + sum(name.startswith("quota/") for name in world.killed)
+    if num_admitted > num_actors * (PER_MINUTE + 1):
+        yield f"{num_admitted} requests were let in by {num_actors} quota actors, each lets in {PER_MINUTE} a minute"
 
 
 class Releases:

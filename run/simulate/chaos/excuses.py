@@ -14,7 +14,6 @@ from run.simulate.chaos.script import (
     Replace,
     Restart,
     Script,
-    Shape,
     Slow,
     Stand,
 )
@@ -30,6 +29,8 @@ ENOUGH = 3
 _DISTURBED = frozenset({Code.WORKER_LOST, Code.NO_REPLICA, Code.OVERLOADED, Code.NO_RESPONDERS, Code.SHUTTING_DOWN})
 """What may come of faults that cannot all be made good. Never `internal`."""
 
+_NOBODY = frozenset({Code.NO_RESPONDERS, Code.SHUTTING_DOWN})
+
 _UNSEEN = _DISTURBED | {Code.VISION_ERROR}
 """The same of a request with images: what vision has of them is not kept for long."""
 
@@ -44,12 +45,14 @@ def is_excused(call: Call, script: Script, began_s: float) -> bool:
         return call.ask.tenant == SOON_LIMITED and script.shape.quota > 0
     first_s, last_s = call.begun_s - began_s, call.ended_s - began_s
     faults = [fault for fault in script.faults if fault.at_s <= last_s and first_s <= fault.at_s + ECHO_S]
+    if call.ask.deadline_s and failure.code in _NOBODY:  # it waits for a shard no longer than that
+        return any(getattr(fault, "name", "").startswith("entrypoint/") for fault in faults)
     if call.ask.images:
-        return failure.code in _UNSEEN and any(weight(fault, script.shape, "vision") for fault in faults)
-    return failure.code in _DISTURBED and sum(weight(fault, script.shape) for fault in faults) >= ENOUGH
+        return failure.code in _UNSEEN and any(weight(fault, "vision", "entrypoint") for fault in faults)
+    return failure.code in _DISTURBED and sum(weight(fault) for fault in faults) >= ENOUGH
 
 
-def weight(fault: Fault, shape: Shape, *more: str) -> int:
+def weight(fault: Fault, *more: str) -> int:
     """How much of an excuse it is: ENOUGH, if a request may end by it alone; 0, if all of it must be made good. `more`:
     roles whose loss may be one, too."""
     match fault:
@@ -59,9 +62,7 @@ def weight(fault: Fault, shape: Shape, *more: str) -> int:
             role = name.partition("/")[0]
             if role == "quota" or role.endswith("-balancer"):
                 return ENOUGH
-            if role == "entrypoint":
-                return _of_shard(shape)
-            return 1 if role in ("prefill", "decode", *more) else 0
+            return 1 if role in ("prefill", "decode", "entrypoint", *more) else 0
         case Stand(name=name) | Apart(name=name):
             role = name.partition("/")[0]
             if role in ("entrypoint", "quota") or role.endswith("-balancer"):
@@ -74,11 +75,5 @@ def weight(fault: Fault, shape: Shape, *more: str) -> int:
         case Replace():  # what is sent there meanwhile is heard by both, and what one of them has is lost
             return 2
         case Leave(name=name):
-            role = name.partition("/")[0]
-            return _of_shard(shape) if role == "entrypoint" else int(role in more)
+            return int(name.partition("/")[0] in more)
     return 0
-
-
-def _of_shard(shape: Shape) -> int:
-    """That of an entrypoint that is not there for a while: who comes when there is no other one is told so."""
-    return ENOUGH if shape.entrypoints == 1 else 2

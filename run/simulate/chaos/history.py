@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from run.simulate.chaos.call import Call
-from run.simulate.chaos.checks import Checks
-from run.simulate.chaos.clients import Clients
+from run.simulate.chaos.checks import Checks, limit_wrongs
+from run.simulate.chaos.clients import SOON_LIMITED, Clients
 from run.simulate.chaos.excuses import is_excused
 from run.simulate.chaos.loop import StandingLoop
 from run.simulate.chaos.script import Ask, Fault, Script
@@ -117,6 +117,8 @@ class _Run:
                 self._violate("baseline", ", ".join(f"{what} {number}" for what, number in residue.items()))
             await self._until(world, clients, self._now_s + 2 * TICK_S)
         self._checks.releases.check(world)
+        for wrong in limit_wrongs(world, clients.num_admitted[SOON_LIMITED]):
+            self._violate("limits", wrong)
         self._raise()
 
     async def _until(self, world: ChaosWorld, clients: Clients, end_s: float) -> None:

@@ -50,8 +50,8 @@ class ChaosEncoder:
 
 @cache
 def file(number: int) -> bytes:
-    """Image number so and so, as a client sends it: wider from one to the next."""
-    pixels = np.random.default_rng(number).integers(0, 256, (84, 84 + 42 * number, 3), dtype=np.uint8)
+    """Image number so and so, as a client sends it: of two sizes."""
+    pixels = np.random.default_rng(number).integers(0, 256, (84, 84 + 42 * (number % 2), 3), dtype=np.uint8)
     written = io.BytesIO()
     Image.fromarray(pixels).save(written, "PNG")
     return written.getvalue()
