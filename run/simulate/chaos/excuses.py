@@ -29,7 +29,7 @@ ENOUGH = 3
 _DISTURBED = frozenset({Code.WORKER_LOST, Code.NO_REPLICA, Code.OVERLOADED, Code.NO_RESPONDERS, Code.SHUTTING_DOWN})
 """What may come of faults that cannot all be made good. Never `internal`."""
 
-_NOBODY = frozenset({Code.NO_RESPONDERS, Code.SHUTTING_DOWN})
+_NOBODY = frozenset({Code.NO_RESPONDERS, Code.SHUTTING_DOWN, Code.WORKER_LOST})
 
 _UNSEEN = _DISTURBED | {Code.VISION_ERROR}
 """The same of a request with images: what vision has of them is not kept for long."""
