@@ -34,7 +34,7 @@ _PRIOR = 1.0  # blocks of its own that those count as
 _REJOIN = 32  # steps until a request is drafted for again beside others
 _SHARE = 0.02  # of the time goes into finding out whether the other way is better
 _LEAST_SHARE = 3  # so many times it is halved, once for each try that changed nothing
-_NUM_HELD = 4  # steps that go by one decision
+_NUM_HELD = 4  # steps that go by one decision, and four times as many by one against drafting
 _NEARLY = 0.96  # of the best speed is enough to take all: runs of one length are quicker than times of others tell
 _LEAST_GAIN = 1.0  # what a try without drafts is taken to cost at least, as a part of a step
 _PATIENCE = 4  # as much rarer than new requests are other ones tried, and steps without drafts
@@ -147,7 +147,7 @@ class Scheduler:
             return able
         self._num_held += 1
         is_other = all(histories[number].is_chosen is None for number in able)  # nobody is left of those decided for
-        if self._is_due or is_other or self._num_held >= _NUM_HELD:
+        if self._is_due or is_other or self._num_held >= (_NUM_HELD if self._drafts else 4 * _NUM_HELD):
             chosen = self._decide(histories, able)
         else:
             chosen = self._decided(histories, able)
@@ -274,15 +274,16 @@ class Scheduler:
         return (list(range(len(histories))) if is_enough else best.tolist()), speed
 
     def _survivals(self, histories: Sequence[History]) -> tuple[Floats, Counts, Floats]:
-        """Of the last blocks of each request [requests, blocks, places] and their numbers [requests], and of the last
-        ones of all [blocks, places]; before there are any, of a perfect one."""
+        """Of the last blocks of the requests that have some, [requests, blocks, places], the numbers of all requests'
+        [requests], and of the last blocks of any [blocks, places]; before there are any, of a perfect one."""
         others = np.ones((1, self._size))
         if self._blocks.num:
             others = _survival(self._blocks.values[: self._blocks.num], self._record.correction())
-        empty = np.zeros((_NUM_RECENT, self._size))
-        own = np.stack([empty if history.blocks is None else history.blocks.values for history in histories])
         nums = np.array([0 if history.blocks is None else history.blocks.num for history in histories])
-        return _survival(own, self._corrections(histories)[:, None, None]), nums, others
+        known = [history for history in histories if history.blocks is not None]
+        own = np.array([history.blocks.values for history in known if history.blocks is not None])
+        own = own.reshape(-1, _NUM_RECENT, self._size)
+        return _survival(own, self._corrections(known)[:, None, None]), nums, others
 
     def _tries(self, cost_s: float) -> bool:
         """Whether the other way is taken for once: when a share of the time of late pays for it."""
@@ -297,10 +298,13 @@ def _above(own: Floats, nums: Counts, others: Floats, price: float) -> tuple[Flo
     """What a block of each request gives by `Scheduler._survivals`, where rows of more than a price are verified: the
     tokens to be expected of its drafts, and their rows; [requests]. Others' count while it has few of its own."""
     pays, pays_others = own > price, others > price
-    weight = nums + _PRIOR
-    tokens = (own * pays).sum((1, 2)) + _PRIOR * float((others * pays_others).sum(1).mean())
-    rows = pays.sum((1, 2)) + _PRIOR * float(pays_others.sum(1).mean())
-    return tokens / weight, rows / weight
+    found = np.empty((2, len(nums)))
+    found[0], found[1] = (others * pays_others).sum(1).mean() * _PRIOR, pays_others.sum(1).mean() * _PRIOR
+    known = nums > 0
+    found[0, known] += (own * pays).sum((1, 2))
+    found[1, known] += pays.sum((1, 2))
+    found /= nums + _PRIOR
+    return found[0], found[1]
 
 
 def _survival(confidence: Floats, correction: Floats | float) -> Floats:

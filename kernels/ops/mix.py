@@ -163,12 +163,12 @@ def collapse_norm(
     return rms_norm(collapse(streams, pre, rounding), weight, eps, rounding)
 
 
+@by_device
 def mean_stream(streams: torch.Tensor) -> torch.Tensor:
     """The mean of the streams [rows, C, dim] -> [rows, dim], added in order; unrounded."""
-    total = streams[:, 0].clone()
-    for number in range(1, streams.shape[1]):
-        total += streams[:, number]
-    return total.div_(streams.shape[1])
+    total = np.add.reduce(streams.numpy(), 1)  # not along the last axis, so in order
+    total /= np.float32(streams.shape[1])
+    return torch.from_numpy(total)
 
 
 @by_device

@@ -1,9 +1,11 @@
+from functools import reduce
+
 import pytest
 import torch
 
 from kernels.model import Model
 from kernels.ops import mix as mix_module
-from kernels.ops.mix import Mix, MixWeights, coefficients, collapse, expand, mix, sinkhorn
+from kernels.ops.mix import Mix, MixWeights, coefficients, collapse, expand, mean_stream, mix, sinkhorn
 from kernels.ops.rounding import keep, rms_norm, to_bf16
 from tests.kernels.conftest import golden
 
@@ -66,3 +68,11 @@ def test_streams_of_a_row_do_not_depend_on_the_others(num: int, num_threads: int
         one = Mix(*(part[only] for part in mixed))
         assert torch.equal(collapse(streams[only], one.pre, keep), collapsed[only])
         assert torch.equal(expand(y[only], streams[only], one, keep), expanded[only])
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 128), (5, 3, 130), (64, 8, 32), (300, 4, 256)])
+def test_streams_are_added_in_order_for_their_mean(shape: tuple[int, int, int]) -> None:
+    torch.manual_seed(0)
+    streams = torch.randn(shape) * torch.rand(shape).exp()
+    want = reduce(torch.add, streams.unbind(1)) / shape[1]
+    assert torch.equal(mean_stream(streams), want)

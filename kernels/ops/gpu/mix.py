@@ -96,6 +96,14 @@ def collapsed(
     return out
 
 
+def mean_stream(streams: torch.Tensor) -> torch.Tensor:
+    """The mean of the streams [rows, C, dim] -> [rows, dim], added in order; unrounded."""
+    total = streams[:, 0].clone()
+    for number in range(1, streams.shape[1]):
+        total += streams[:, number]
+    return total.div_(streams.shape[1])
+
+
 def expand(y: torch.Tensor, streams: torch.Tensor, mixed: Mix, rounding: Rounding) -> torch.Tensor:
     """A sub-layer's output `y` [rows, dim] added to the re-mixed streams [rows, C, dim], rounded."""
     rows, num, dim = streams.shape
