@@ -46,7 +46,8 @@ def is_excused(call: Call, script: Script, began_s: float) -> bool:
     first_s, last_s = call.begun_s - began_s, call.ended_s - began_s
     faults = [fault for fault in script.faults if fault.at_s <= last_s and first_s <= fault.at_s + ECHO_S]
     if call.ask.deadline_s and failure.code in _NOBODY:  # it waits for a shard no longer than that
-        return any(getattr(fault, "name", "").startswith("entrypoint/") for fault in faults)
+        if any(getattr(fault, "name", "").startswith("entrypoint/") for fault in faults):
+            return True
     if call.ask.images:
         return failure.code in _UNSEEN and any(weight(fault, "vision", "entrypoint") for fault in faults)
     return failure.code in _DISTURBED and sum(weight(fault) for fault in faults) >= ENOUGH
