@@ -181,10 +181,9 @@ class Scheduler:
         new = [number for number in able if histories[number].blocks is None]
         worthy = {able[place] for place in best}
         rejoining = {number for number in able if histories[number].idle >= _REJOIN} if self._drafts else set()
+        chosen = worthy.union(rejoining, new if self._drafts else ())
         for number in able:
-            histories[number].is_chosen = number in worthy or number in rejoining
-        for number in new:
-            histories[number].is_chosen = None
+            histories[number].is_chosen = number in chosen
         self._is_due = bool(rejoining - worthy)
         if self._drafts:
             if self._tries(_PATIENCE * max(self._gain - 1.0, _LEAST_GAIN) * plain_s):

@@ -152,6 +152,29 @@ def test_drafts_are_worth_what_their_rows_leave_and_new_ones_what_others_are() -
         assert one._corrections([History()])[0] < 0.3
 
 
+def test_a_decision_holds_for_some_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also against requests that were never drafted for; those that come alone, or with a first block, ask for one."""
+    made: list[int] = []
+    decide = Scheduler._decide
+
+    def counted(one: Scheduler, histories: list[History], able: list[int]) -> list[int]:
+        made.append(len(able))
+        return decide(one, histories, able)
+
+    monkeypatch.setattr(Scheduler, "_decide", counted)
+    for row_s, most in ((0.02, 6), (0.0, 18)):
+        one, histories = scheduler(row_s, 0.001), [History() for _ in range(4)]
+        for _ in range(32):
+            one._blocks.add(np.full(SIZE, 0.5))
+        for _ in range(64):
+            step(one, histories, dict.fromkeys(range(4), [0.0] * SIZE), dict.fromkeys(range(4), 2))
+        assert 2 <= len(made) <= most
+        made.clear()
+        step(one, [History()], {0: [0.0] * SIZE}, {0: 2})
+        assert made == [1]
+        made.clear()
+
+
 def test_each_place_has_its_temperature() -> None:
     one = Scheduler("fixed", np.array([1.0, 2.0]))
     _, confidence = one.admit(np.array([[1.0, 2.0]]), [2], [History()], 1)
