@@ -33,6 +33,7 @@ app.command("run.simulate.command:app", name="simulate", help="Compare policies 
 bench.command("run.bench.bus:bench_bus", name="bus", help="What the bus costs, beside raw nats-py.")
 bench.command("run.bench.engine:bench_engine", name="engine", help="Tokens per second of the engine, and their cost.")
 bench.command("run.bench.decode:bench_decode", name="decode", help="Decoding with drafts and without, by load.")
+bench.command("run.bench.survival:bench_survival", name="survival", help="What fewer verified drafts cost.")
 bench.command("run.bench.ep:bench_ep", name="ep", help="Decoding with the experts spread over 1, 2 and 4 processes.")
 bench.command("run.bench.experts:bench_experts", name="experts", help="Loads, steps, answers while hot experts move.")
 bench.command("run.bench.cost:bench_cost", name="cost", help="How well the time of prefill is foretold.")
