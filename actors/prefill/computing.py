@@ -14,6 +14,7 @@ from actors.prefill.sweep import Prompt, sweep
 from actors.rules.cost import step_terms
 from actors.rules.meter import Meter
 from kernels.engine import Admission, Chunk, Engine, Sampling
+from kernels.grouping import GroupError
 
 PASSES = 2
 """The first also warms up, and may compile kernels; and what else a machine does is over sooner than both."""
@@ -53,11 +54,15 @@ async def _took_ns(engine: Engine, prompt: Prompt, step: Step) -> list[int]:
     num_tokens, took_ns, quarter = prompt.num_tokens, list[int](), engine.info.vocab_size // 4
     if engine.admit(_KEY, num_tokens, _GREEDY, bounded_prompt=num_tokens) is not Admission.OK:
         return []
-    for num_tokens in prompt.chunks:
-        # Not all the same, as experts are chosen by token; and none of the first and last ones, which are for control,
-        # or stand for images that are not there.
-        tokens = quarter + np.arange(num_tokens, dtype=np.uint32) % max(quarter, 1)
-        took_ns.append(await step(engine.prefill([Chunk(_KEY, tokens)])))
+    try:
+        for num_tokens in prompt.chunks:
+            # Not all the same, as experts are chosen by token; and none of the first and last ones, which are for
+            # control, or stand for images that are not there.
+            tokens = quarter + np.arange(num_tokens, dtype=np.uint32) % max(quarter, 1)
+            took_ns.append(await step(engine.prefill([Chunk(_KEY, tokens)])))
+    except GroupError:  # a rank went, or came: those that are there have met again
+        engine.free(_KEY)
+        return await _took_ns(engine, prompt, step)
     engine.free(_KEY)
     return took_ns
 

@@ -60,6 +60,7 @@ def _shape(draw: random.Random) -> Shape:
         budget_slabs=draw.choice([2, 3, 8]),
         vision=draw.choice([0, 0, 0, 1, 2]),
         quota=draw.choice([0, 0, 0, 1, 2]),
+        group=draw.choice(["", "", "", "decode", "decode", "prefill"]),
         step_ms=step_ms,
         most_accepted=most_accepted,
     )

@@ -17,7 +17,8 @@ Kind = Literal["tokens", "asks", "answers", "reports", "frees", "cache", "exits"
 
 class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How many there are of each, and how little room: `decode_tokens` of a decode replica, `budget_slabs` of the
-    folder. A decode step takes `step_ms` and gives a request `most_accepted` tokens at most."""
+    folder. A decode step takes `step_ms` and gives a request `most_accepted` tokens at most. All replicas of role
+    `group`, if there is one, are the ranks of an expert-parallel group."""
 
     entrypoints: int = 2
     prefill: int = 2
@@ -31,6 +32,7 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     most_accepted: int = 6
     vision: int = 0
     quota: int = 0
+    group: Literal["", "decode", "prefill"] = ""
 
 
 class Event(msgspec.Struct, frozen=True, tag_field="event", tag=str.lower, forbid_unknown_fields=True):

@@ -17,6 +17,7 @@ from kernels.timed import StepCost, TimedEngine
 from run.simulate.chaos.grammar import END, VOCABULARY, VOCABULARY_SIZE, ChaosGrammar, grammar
 from run.simulate.chaos.images import TOKEN, seen
 from run.simulate.chaos.script import Ask, Shape
+from run.simulate.ranks import Crew, Grouped
 from schemas.request import Finished, FinishReason
 
 T = TypeVar("T")
@@ -29,6 +30,7 @@ BETWEEN = 100
 """Tokens of text in front of each image."""
 
 NUM_SLOTS = 4
+PREFILL_TOKENS = 4096
 PREFILL_COST = StepCost(step_ns=20_000_000, prefill_token_ns=100_000)
 
 
@@ -89,10 +91,23 @@ class ChaosEngine(TimedEngine):
         return {id: request.num_reserved for id, request in self._requests._requests.items()}
 
 
-def decode_engine(shape: Shape) -> ChaosEngine:
+class ChaosRank(Grouped, ChaosEngine):
+    """One that steps with the others of its group."""
+
+
+def decode_engine(shape: Shape, crew: Crew | None, rank: int) -> ChaosEngine:
     """One of a decode replica."""
     cost = StepCost(step_ns=shape.step_ms * 1_000_000, decode_row_ns=1_000_000)
-    return ChaosEngine(NUM_SLOTS, shape.decode_tokens, cost, shape.most_accepted)
+    return _engine(crew, rank, NUM_SLOTS, shape.decode_tokens, cost, shape.most_accepted)
+
+
+def prefill_engine(crew: Crew | None, rank: int) -> ChaosEngine:
+    """One of a prefill replica."""
+    return _engine(crew, rank, NUM_SLOTS, PREFILL_TOKENS, PREFILL_COST)
+
+
+def _engine(crew: Crew | None, rank: int, *args: Any) -> ChaosEngine:
+    return ChaosEngine(*args) if crew is None else ChaosRank(crew, rank, *args)
 
 
 def info(num_slots: int, capacity_tokens: int) -> EngineInfo:

@@ -6,17 +6,20 @@ import asyncio
 import contextvars
 import errno
 import random
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any, cast
 
 from actors.balancers.actor import DecodeBalancer, PrefillBalancer, VisionBalancer
 from actors.decode.actor import Decode
+from actors.prefill.actor import Prefill
 from actors.quota.actor import Quota
 from actors.rules.slab import Slab
 from actors.vision.actor import Vision
 from bus.actor import Actor
 from bus.bulk import MemoryBulk
 from bus.bus import Bus
+from bus.meeting import GroupOf
 from bus.memory import MemoryWire
 from bus.memory_files import MemoryFolder
 from bus.subjects import EXITED
@@ -39,12 +42,12 @@ from run.simulate.chaos.script import (
     Slow,
     Stand,
 )
-from run.simulate.chaos.truth import NUM_SLOTS, PREFILL_COST, ChaosEngine, decode_engine
+from run.simulate.chaos.truth import ChaosEngine, ChaosRank, decode_engine, prefill_engine
+from run.simulate.ranks import Crew
 from run.simulator import World
 from run.watch import NUM_MISSED, ROUND_S
 from schemas.liveness import ProcessExited
 
-PREFILL_TOKENS = 4096
 SLAB_BYTES = Slab(64, 8, bytes(16), 0).file_bytes
 PATIENCE_S = NUM_MISSED * ROUND_S
 """How long a supervisor lets an actor stand still before it kills it."""
@@ -64,6 +67,11 @@ class ChaosWorld(World):
         self.killed: list[str] = []
         """Whose process ended, each time."""
         self.engines: dict[str, ChaosEngine] = {}
+        self._crew = self._group = None
+        if role := script.shape.group:
+            num_ranks = getattr(script.shape, role)
+            self._crew, self._group = Crew(num_ranks), tuple(f"{role[0]}{id}" for id in range(num_ranks))
+        self._lives = Counter[str]()
         self._supervisor: Bus | None = None
         self._restarts = dict[asyncio.Task[None], None]()
 
@@ -99,8 +107,12 @@ class ChaosWorld(World):
         numbers |= {"vision/v": shape.vision, "quota/q": shape.quota}
         numbers |= {"prefill/p": shape.prefill, "decode/d": shape.decode, "entrypoint/e": shape.entrypoints}
         for prefix, number in numbers.items():
-            for id in range(number):
-                await self.begin(f"{prefix}{id}")
+            names = [f"{prefix}{id}" for id in range(number)]
+            if prefix.startswith(f"{shape.group}/"):  # ranks wait for each other
+                await asyncio.gather(*map(self.begin, names))
+                continue
+            for name in names:
+                await self.begin(name)
 
     async def begin(self, name: str) -> None:
         """Start an actor."""
@@ -125,15 +137,38 @@ class ChaosWorld(World):
             case "entrypoint":
                 await self.add_entrypoint(id)
             case "prefill":
-                engine = self.engines[name] = ChaosEngine(NUM_SLOTS, PREFILL_TOKENS, PREFILL_COST)
-                await self.add_prefill(id, engine)
+                engine = self.engines[name] = prefill_engine(*self._rank(name))
+                bus, bulk, files = await self.bus(name), await self.bulk(name), self.open_files(name)
+                await self.add(Prefill(id, bus, bulk, engine, files, group=self._group_of(name)))
             case "decode":
-                engine = self.engines[name] = decode_engine(self.script.shape)
-                decode = Decode(id, await self.bus(name), await self.bulk(name), engine)
+                engine = self.engines[name] = decode_engine(self.script.shape, *self._rank(name))
+                bus, bulk = await self.bus(name), await self.bulk(name)
+                decode = Decode(id, bus, bulk, engine, group=self._group_of(name))
                 decode._grammars = ChaosGrammars()  # type: ignore[assignment]
                 await self.add(decode)
             case _:
                 raise ValueError(f"{name}: there is no such role")
+
+    def _rank(self, name: str) -> tuple[Crew | None, int]:
+        """Its group, if it is in one, and its place there."""
+        role, _, id = name.partition("/")
+        return (self._crew, self._group.index(id)) if self._group and role == self.script.shape.group else (None, 0)
+
+    def _group_of(self, name: str) -> GroupOf | None:
+        crew, _ = self._rank(name)
+        if crew is None or self._group is None:
+            return None
+        self._lives[name] += 1
+        return GroupOf(self._group, self._lives[name], crew.timeout_s)
+
+    def kill(self, name: str) -> None:
+        """See `World`. Who waits for it in a group hears at once."""
+        self._disconnect(self.engines.get(name))
+        super().kill(name)
+
+    def _disconnect(self, engine: ChaosEngine | None) -> None:
+        if isinstance(engine, ChaosRank):
+            engine.part.abandon()
 
     async def add(self, actor: Actor) -> None:
         """See `World`. All that it does is its own: so it can stand still."""
@@ -241,13 +276,14 @@ class ChaosWorld(World):
         task.cancel()
         await asyncio.wait([task])
         wire.cut()
+        self._disconnect(self.engines.get(name))
         self.bulks[name].cut()
         await self._start_again(name, self._ended(task, name, True), 0.1)
 
     def _replace(self, fault: Replace) -> None:
         name = fault.name
         wire, bulk, files = self.wire(name), self.bulks[name], self.files.get(name)
-        task = self.tasks.pop(name)
+        task, engine = self.tasks.pop(name), self.engines[name]
         self.killed.append(name)
         wire.num_still += 1
         self._loop.stand(wire)
@@ -257,6 +293,7 @@ class ChaosWorld(World):
             bulk.cut()
             if files is not None:
                 files.cut()
+            self._disconnect(engine)
             self._loop.go_on(wire)
             task.cancel()
 
