@@ -21,8 +21,9 @@ $(STAMP): pyproject.toml
 up: $(STAMP) ## start everything on this machine; Ctrl-C stops it
 	@exec $(BIN)/shoal up
 
-test: $(STAMP) ## run all the tests
+test: $(STAMP) ## run all the tests, then the fault scripts
 	@$(BIN)/python -m pytest -n 2 --dist loadgroup
+	@$(BIN)/shoal simulate --chaos --seeds 2000
 
 chaos: $(STAMP) ## two thousand fault scripts on the real actors in virtual time
 	@$(BIN)/shoal simulate --chaos --seeds 2000
