@@ -102,9 +102,14 @@ class TestCommand:
         assert len(small.faults) + len(small.asks) < len(script(seed).faults) + len(script(seed).asks)
         assert chaos(script=tmp_path / "least.json") == 1
 
-    def test_many_seeds_go_to_several_processes(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_many_seeds_go_to_several_processes(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(command, "TOLD_EVERY", 3)
         assert chaos(seeds=4, first=2, processes=2, json=True) == 0
-        told = json.loads(capsys.readouterr().out)
+        said = capsys.readouterr()
+        assert said.err.strip() == "4 seeds, 0 broken"
+        told = json.loads(said.out)
         assert (told["seeds"], told["violations"]) == (4, 0)
         assert told["events"] == sum(run(script(seed)).num_events for seed in range(2, 6))
 
