@@ -105,9 +105,11 @@ class Muster:
         return [self.id, *(id for id in self.ids if id in waiting and id != self.id)]
 
     def call(self, ids: Sequence[str], now_s: float, clock_ns: int, address: str) -> MeetRanks:
-        """To a meeting of these, who were said to `convene` at `now_s`."""
-        waiting = self._waiting(now_s)
-        self._tried = max(clock_ns, 1 + max(self._tried, *(one.generation for one in waiting.values())))
+        """To a meeting of these, who were said to `convene` at `now_s`. Of two that lead at the same moment each has a
+        generation of its own: of two groups with equal ones neither would know that it is to give way."""
+        waiting, num = self._waiting(now_s), len(self.ids)
+        least = max(clock_ns, 1 + max(self._tried, *(one.generation for one in waiting.values())))
+        self._tried = -(-least // num) * num + self.ids.index(self.id)
         return MeetRanks(
             generation=self._tried, ids=list(ids), lives=[waiting[id].life for id in ids], address=address
         )
