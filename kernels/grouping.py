@@ -49,7 +49,8 @@ class Member(Protocol):
         """Meet as the `rank`th of `size`, at the `address` where the first one listens, which one alone does not need;
         generations grow. Experts that nobody else has are loaded. Requests keep their state. Between steps.
 
-        Raises GroupError when one of the others does not come, or is gone.
+        Raises GroupError when one of the others does not come, or is gone; RuntimeError when it is this one that
+        cannot, after which it is of no use.
         """
         ...
 
@@ -73,7 +74,8 @@ class Member(Protocol):
 
     @property
     def is_broken(self) -> bool:
-        """Whether it has to meet the others, for the first time or again, before there can be a step."""
+        """Whether it has to meet the others, for the first time or again, before there can be a step. Not if it is of
+        no use any more."""
         ...
 
     @property

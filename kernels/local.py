@@ -286,8 +286,10 @@ class LocalEngine:
         """In the engine's thread, before there is any request."""
         model, pool = self._loaded().model, self._loaded().pool
         slot = pool.alloc(1)
-        model.logits(model.forward(Batch.last_rows([(slot, 0, [self._config.bos_token_id])]), pool))
-        pool.free(slot)
+        try:
+            model.logits(model.forward(Batch.last_rows([(slot, 0, [self._config.bos_token_id])]), pool))
+        finally:
+            pool.free(slot)  # in a group it may be done again
 
 
 def _card(folder: Path) -> dict[str, Any]:

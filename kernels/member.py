@@ -1,4 +1,4 @@
-"""An engine's part in a group (the contract is in `engine.py`)."""
+"""An engine's part in a group (the contract is in `grouping.py`)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kernels.group import Group
+from kernels.grouping import GroupError
 from kernels.lockstep import Lockstep
 from kernels.places import Places
 from kernels.thread import ComputeThread
@@ -53,7 +54,15 @@ class LocalMember:
 
     async def meet(self, generation: int, rank: int, size: int, address: str) -> None:
         self.is_broken = True
-        await self._thread.run(lambda: self._meet(generation, rank, size, address))
+        try:
+            await self._thread.run(lambda: self._meet(generation, rank, size, address))
+        except GroupError:
+            self._group.leave()  # or those who have met wait for us
+            raise
+        except Exception as error:  # another meeting would end like this one
+            self.is_broken = False
+            self.leave()
+            raise RuntimeError(f"a meeting of the group failed here: {error!r}") from error
         self.is_broken = False
 
     def _meet(self, generation: int, rank: int, size: int, address: str) -> None:

@@ -43,10 +43,14 @@ def engine_of(rank: int, size: int, timeout_s: float = 30.0, redundant: int = 0)
 
 
 async def meet(engines: Sequence[LocalEngine], generation: int = 1) -> None:
+    await asyncio.gather(*meetings(engines, generation))
+
+
+def meetings(engines: Sequence[LocalEngine], generation: int) -> list[Coroutine[Any, Any, None]]:
+    """Of each one that is in a group."""
     members = [engine.group for engine in engines if engine.group]
-    if members:
-        address = members[0].listen()
-        await asyncio.gather(*(one.meet(generation, n, len(members), address) for n, one in enumerate(members)))
+    address = members[0].listen() if members else ""
+    return [one.meet(generation, n, len(members), address) for n, one in enumerate(members)]
 
 
 async def group_of(size: int, *, timeout_s: float = 30.0, redundant: int = 0) -> list[LocalEngine]:
@@ -293,6 +297,31 @@ async def test_of_a_meeting_that_not_all_come_to_nothing_is_left() -> None:
         group.agree([1])
     group.meet(2, 0, 1, "")
     assert group.agree([7]).tolist() == [[7]]
+
+
+@once
+async def test_a_meeting_that_fails_leaves_nothing_behind_and_one_that_fails_here_is_the_last() -> None:
+    """Its first steps take a slot; the others are not kept waiting; what cannot be loaded now cannot be later."""
+    engines = [engine_of(rank, 2) for rank in range(2)]
+    await asyncio.gather(*(engine.start() for engine in engines))
+    members = [engine.group for engine in engines]
+    assert members[0] is not None and members[1] is not None
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            countdown(patch, members[1]._group, len(members[1]._lockstep.layers) + 3)
+            for result in await asyncio.gather(*meetings(engines, 1), return_exceptions=True):
+                assert isinstance(result, GroupError)
+        assert members[0].is_broken and not members[0]._group._is_met
+        await meet(engines[:1], 2)
+        admissions = [engines[0].admit(f"r{n}", 8, Sampling(0.0, 1.0, 0)) for n in range(4)]
+        assert admissions == [Admission.OK] * 4
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(members[0]._lockstep.layers[3], "load", lambda wanted: engines[7])
+            with pytest.raises(RuntimeError, match="failed here: IndexError"):
+                await meet(engines[:1], 3)
+        assert not members[0].is_broken and not members[0]._group._is_met
+    finally:
+        await close(engines)
 
 
 @once
