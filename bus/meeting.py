@@ -27,6 +27,9 @@ INVITE_S = 2.0
 GROW_S = 1.0
 """Between word of a rank that comes back and the meeting with it: there may be others, and all go on meanwhile."""
 
+MOST_GROW_S = 60.0
+"""It doubles with each meeting that fails, up to this: all stand still in those."""
+
 LOOK_S = 0.1
 
 _PRESENT = {Role.PREFILL: PRESENT_PREFILL, Role.DECODE: PRESENT_DECODE}
@@ -101,6 +104,7 @@ class Meetings:
         self._has_heard = asyncio.Event()
         self._inviting: asyncio.Task[Any] | None = None
         self._growing: asyncio.Task[Any] | None = None
+        self._grow_s = GROW_S
         self._all = [one for one in group.ids if one != id]
 
     @property
@@ -123,9 +127,11 @@ class Meetings:
                 task.cancel()
         self._inviting = self._growing = None
         telling = self._spawn(repeat(self._bus, _PRESENT[self._role], self._all, muster.present, PRESENT_S))
+        grow_s, self._grow_s = self._grow_s, GROW_S
         try:
             while not await self._meet(member, call := await self._next_call(member)):
-                muster.wait(self._now_s())
+                muster.failed(call, self._now_s())
+                self._grow_s = min(2 * grow_s, MOST_GROW_S)
         finally:
             telling.cancel()
         muster.met(call)
@@ -186,8 +192,9 @@ class Meetings:
             await self._bus.tell(BROKEN.at(self._role), event)
 
     def exited(self, ids: Iterable[str]) -> None:
-        """Their processes have ended: a group asleep would find out at its next step only."""
-        for id in ids:
+        """Their processes have ended: a group asleep would find out at its next step only. The first meeting waits for
+        those that start anew."""
+        for id in ids if self.num_held else ():
             if self._muster.lose(id):
                 self._break()
         self._has_heard.set()
@@ -201,7 +208,7 @@ class Meetings:
             self._growing = self._spawn(self._grow())
 
     async def _grow(self) -> None:
-        await asyncio.sleep(GROW_S)
+        await asyncio.sleep(self._grow_s)
         assert self._member is not None  # it leads a group
         self._member.call_off()
         self.is_due = True

@@ -33,8 +33,9 @@ class News(Enum):
 class Muster:
     """One rank's knowledge of the others. Who waits says so to all (`RankPresent`). One of those leads: of the latest
     generation, as it knows best who should be there, the first by rank. It says who meets (`MeetRanks`): all that wait,
-    once those are there that are expected, or have been waited for. Two that lead at the same time cost a meeting that
-    not all come to, and lose nothing: any ranks that have met can do all there is to do.
+    once those are there that are expected, or have been waited for; who comes anew at the first try only. Two that lead
+    at the same time cost a meeting that not all come to, and lose nothing: any ranks that have met can do all there is
+    to do.
     """
 
     def __init__(self, ids: Sequence[str], id: str, life: int, least: int) -> None:
@@ -48,6 +49,7 @@ class Muster:
         self._tried = 0
         self._heard: dict[str, tuple[RankPresent, float]] = {}
         self._gone: set[str] = set()
+        self._left_out: set[str] = set()
 
     @property
     def present(self) -> RankPresent:
@@ -65,7 +67,7 @@ class Muster:
         return [id for id in self.ids if id not in self.members]
 
     def wait(self, now_s: float) -> None:
-        """From now on this rank waits: it was started, its group is broken or called off, or a meeting has failed."""
+        """From now on this rank waits: it was started, or its group is broken or called off."""
         self.is_waiting, self._since_s = True, now_s
 
     def hear(self, present: RankPresent, now_s: float) -> News:
@@ -102,7 +104,9 @@ class Muster:
         patience_s = AGAIN_S if self.generation else FIRST_S
         if not expected <= set(waiting) and now_s - self._since_s < patience_s:
             return []
-        return [self.id, *(id for id in self.ids if id in waiting and id != self.id)]
+        others = [id for id in self.ids if id in waiting and id != self.id]
+        tried = [id for id in others if id not in self._left_out]
+        return [self.id, *(tried if len(tried) + 1 >= self._least else others)]
 
     def call(self, ids: Sequence[str], now_s: float, clock_ns: int, address: str) -> MeetRanks:
         """To a meeting of these, who were said to `convene` at `now_s`. Of two that lead at the same moment each has a
@@ -128,10 +132,16 @@ class Muster:
         self._tried = call.generation
         return True
 
+    def failed(self, call: MeetRanks, now_s: float) -> None:
+        """Not all have come. The next one is without those who were to come anew, if it can be: one that cannot be met
+        must not keep the others from going on."""
+        self._left_out = set(call.ids).difference(self.members) if self.members else set()
+        self.wait(now_s)
+
     def met(self, call: MeetRanks) -> None:
         """All have come."""
         self.generation, self.members = call.generation, dict(zip(call.ids, call.lives, strict=True))
-        self.is_waiting = False
+        self.is_waiting, self._left_out = False, set()
         self._heard.clear()  # what was said before the meeting is over
 
     def is_hopeless(self, now_s: float) -> bool:

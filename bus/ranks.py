@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -37,6 +38,8 @@ REPEAT_S = 0.5
 
 REPORT_STEPS = 16
 """Steps in a report of what experts were asked for."""
+
+EXITED_EARLY: Address[ProcessExited, None] = replace(EXITED, is_early=True).all()
 
 _STEP = {Role.PREFILL: STEP_PREFILL, Role.DECODE: STEP_DECODE}
 _PLACE = {Role.PREFILL: PLACE_PREFILL, Role.DECODE: PLACE_DECODE}
@@ -118,17 +121,16 @@ class Ranks:
         return {**own, **self._meetings.handlers()}
 
     def events(self, others: Mapping[Address[Any, Any], Handler]) -> Mapping[Address[Any, Any], Handler]:
-        """The actor's: `others`, and here, too, the ends of processes."""
-        meetings, known = self._meetings, others.get(EXITED.all())
+        """The actor's: `others`, and the ends of processes, heard at once: later they could be taken for the ends of
+        those that have been started instead."""
+        meetings = self._meetings
         if meetings is None:
             return others
 
         async def on_exited(exited: ProcessExited, envelope: Envelope) -> None:
-            if known is not None:
-                await known(exited, envelope)
             meetings.exited(exited.ids(self._role))
 
-        return {**others, EXITED.all(): on_exited}
+        return {**others, EXITED_EARLY: on_exited}
 
     async def start(self, engine: Engine) -> None:
         """Start the engine, and meet the other ranks. Raises what the engine raises."""
@@ -223,8 +225,8 @@ class Ranks:
     async def _on_place(self, place: PlaceExperts, envelope: Envelope) -> None:
         """One at a time; who places experts says it again until all ranks have done it."""
         member = self._member
-        if member is None or place.generation != member.generation:
-            return
+        if member is None or member.is_broken or place.generation != member.generation:
+            return  # of a group that is no more
         if place.version > max(member.version, self._version):
             self._version = place.version
             if self._placing is not None:

@@ -120,6 +120,34 @@ def test_a_meeting_is_come_to_once_and_by_who_was_called() -> None:
     assert muster.lost(MeetRanks(generation=7, ids=["d-1", "d-0"], lives=[1, 2], address="")) == ["d-0"]
 
 
+def test_who_cannot_be_met_does_not_keep_the_others_from_going_on() -> None:
+    muster = met("d-0", "d-0", "d-1")
+    muster.wait(10.0)
+    for id in ("d-1", "d-2"):
+        muster.hear(present(id, 5), 10.0)
+    assert muster.convene(10.0) == ["d-0", "d-1", "d-2"]
+    call = MeetRanks(generation=6, ids=["d-0", "d-1", "d-2"], lives=[1] * 3, address="")
+    muster.failed(call, 10.5)
+    assert muster.convene(10.5) == ["d-0", "d-1"]
+    muster.lose("d-1")
+    assert muster.convene(10.5) == ["d-0"]
+    few = met("d-0", "d-0", "d-1", least=2)
+    few.wait(10.0)
+    few.lose("d-1")
+    few.hear(present("d-2", 5), 10.0)
+    few.failed(call, 10.5)
+    assert few.convene(10.5) == ["d-0", "d-2"]  # there is nobody else
+    muster.met(MeetRanks(generation=7, ids=["d-0"], lives=[1], address=""))
+    muster.wait(11.0)
+    muster.hear(present("d-2", 5), 11.0)
+    assert muster.convene(11.0) == ["d-0", "d-2"]
+    cold = Muster(IDS, "d-0", 1, 1)
+    cold.failed(call, 0.0)
+    for id in ("d-1", "d-2"):
+        cold.hear(present(id, 0), 0.0)
+    assert cold.convene(0.0) == ["d-0", "d-1", "d-2"]  # all are new
+
+
 @dataclass
 class _Rank:
     """One that does as `bus/meeting.py` does."""
@@ -213,7 +241,7 @@ class _World:
                 one.call = one.breaks_s = None
         elif self.now_s > rank.until_s:
             rank.call = None
-            muster.wait(self.now_s)
+            muster.failed(call, self.now_s)
 
 
 @settings(max_examples=60, deadline=None)

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from bus.actor import Envelope, Handler
+from bus.actor import Handler
 from bus.bus import Delivery, decoder
-from bus.meeting import GROW_S, INVITE_S, PRESENT_S, GroupLost, GroupOf
+from bus.meeting import GROW_S, INVITE_S, PRESENT_S, GroupLost, GroupOf, repeat
 from bus.muster import AGAIN_S, GIVE_UP_S
-from bus.ranks import REPEAT_S, REPORT_STEPS, Ranks
-from bus.subjects import BROKEN, EXITED, EXPERTS, MEET_DECODE, PLACE_DECODE, PRESENT_DECODE, STEP_DECODE, Subject
+from bus.ranks import EXITED_EARLY, REPEAT_S, REPORT_STEPS, Ranks
+from bus.subjects import BROKEN, EXPERTS, MEET_DECODE, PLACE_DECODE, PRESENT_DECODE, STEP_DECODE, Subject
 from run.virtual import run_virtual
 from schemas.experts import ExpertsUsed, GroupBroken, MeetRanks, PlaceExperts, RankPresent, StepWanted
 from schemas.liveness import ProcessExited
@@ -357,6 +357,38 @@ async def test_a_call_that_comes_while_ranks_meet_is_not_for_the_next_time(
 
 
 @played
+async def test_who_cannot_be_met_is_tried_ever_more_seldom(
+    here: Place, first: Rank, second: Rank, said: list[tuple[str, Message]]
+) -> None:
+    """And it does not keep the other one from its steps."""
+    second.is_deaf = first.member.is_broken = True
+    await fail_step(first)
+    generation = first.member.generation
+    present = RankPresent(id="d-1", life=51, generation=0, is_waiting=True)
+    waiting = here.spawn(repeat(second.bus, PRESENT_DECODE, ["d-0"], present, PRESENT_S))
+    for num_failed in range(3):
+        await asyncio.sleep(GROW_S * 2**num_failed - 0.1)
+        assert not first.member.is_called_off
+        await asyncio.sleep(0.2 + PRESENT_S)
+        assert first.member.is_called_off
+        first.member.is_broken, first.member.errors = True, [RuntimeError("not all have come")]
+        await fail_step(first)
+        assert first.member.size == 1 and first.member.generation > generation
+    waiting.cancel()
+    first.member.is_broken = True
+    await fail_step(first)
+    assert first.ranks._meetings is not None and first.ranks._meetings._grow_s == GROW_S
+
+
+async def fail_step(rank: Rank) -> None:
+    """Behind it those that are there have met."""
+    work, stepping = rank.begin()
+    work.set_exception(RuntimeError("a rank is silent"))
+    with pytest.raises(RuntimeError, match="silent"):
+        await stepping
+
+
+@played
 async def test_of_whose_end_there_is_word_is_not_waited_for(
     here: Place, first: Rank, second: Rank, said: list[tuple[str, Message]]
 ) -> None:
@@ -369,7 +401,7 @@ async def test_of_whose_end_there_is_word_is_not_waited_for(
     work, stepping = first.begin()
     work.set_exception(RuntimeError("rank 1 is silent"))
     await asyncio.sleep(0.17)
-    await first.ranks.events({})[EXITED.all()](ProcessExited(name="n", pid=1, members=["decode/d-1"]), ANY)
+    await first.ranks.events({})[EXITED_EARLY](ProcessExited(name="n", pid=1, members=["decode/d-1"]), ANY)
     await asyncio.sleep(0.051)  # what a meeting takes
     assert stepping.done() and first.member.size == 1 and placing.cancelled()
     with pytest.raises(RuntimeError, match="silent"):
@@ -403,19 +435,14 @@ async def test_a_meeting_that_fails_is_followed_by_another_and_what_goes_wrong_h
 async def test_a_group_asleep_hears_that_a_rank_has_ended_or_begun_anew_and_wakes_to_meet(
     here: Place, first: Rank, second: Rank, said: list[tuple[str, Message]]
 ) -> None:
-    heard: list[ProcessExited] = []
-
-    async def known(exited: ProcessExited, envelope: Envelope) -> None:
-        heard.append(exited)
-
-    handler = first.ranks.events({EXITED.all(): known})[EXITED.all()]
+    handler = first.ranks.events({})[EXITED_EARLY]
     for members in (["prefill/d-1", "decode/d-9"], ["decode/d-0"]):  # a rank's own is of an earlier life
         await handler(ProcessExited(name="n", pid=1, members=members), ANY)
     for life in (50, 49):
         present = RankPresent(id="d-1", life=life, generation=0, is_waiting=True)
         await second.bus.tell(PRESENT_DECODE.at("d-0"), present)
     await asyncio.sleep(1)
-    assert len(heard) == 2 and not first.member.is_abandoned and not first.ranks.is_called()
+    assert not first.member.is_abandoned and not first.ranks.is_called()
     await handler(ProcessExited(name="n", pid=1, members=["recipe/r", "decode/d-1"]), ANY)
     assert first.member.is_abandoned and first.ranks.is_called() and first.num_called == 1
     anew = RankPresent(id="d-0", life=101, generation=0, is_waiting=True)
@@ -463,6 +490,9 @@ async def test_experts_are_placed_by_the_newest_plan_of_this_generation(
     assert first.member.moved == [(4, [[[3, 2], [1, 0]]])]
     await tell(6)
     assert [version for version, _ in first.member.moved] == [4, 6]
+    first.member.is_broken = True
+    await tell(7)
+    first.member.is_broken = False
     first.member.may_move.set()
     await asyncio.sleep(1)
     assert first.member.version == 6 and first.is_idle and first.tasks[-2].cancelled()
