@@ -368,7 +368,7 @@ async def test_who_cannot_be_met_is_tried_ever_more_seldom(
     waiting = here.spawn(repeat(second.bus, PRESENT_DECODE, ["d-0"], present, PRESENT_S))
     for num_failed in range(3):
         await asyncio.sleep(GROW_S * 2**num_failed - 0.1)
-        assert not first.member.is_called_off
+        assert [first.member.is_called_off] == [False]
         await asyncio.sleep(0.2 + PRESENT_S)
         assert first.member.is_called_off
         first.member.is_broken, first.member.errors = True, [RuntimeError("not all have come")]
@@ -442,7 +442,7 @@ async def test_a_group_asleep_hears_that_a_rank_has_ended_or_begun_anew_and_wake
         present = RankPresent(id="d-1", life=life, generation=0, is_waiting=True)
         await second.bus.tell(PRESENT_DECODE.at("d-0"), present)
     await asyncio.sleep(1)
-    assert not first.member.is_abandoned and not first.ranks.is_called()
+    assert [first.member.is_abandoned, first.ranks.is_called()] == [False, False]
     await handler(ProcessExited(name="n", pid=1, members=["recipe/r", "decode/d-1"]), ANY)
     assert first.member.is_abandoned and first.ranks.is_called() and first.num_called == 1
     anew = RankPresent(id="d-0", life=101, generation=0, is_waiting=True)
