@@ -312,7 +312,8 @@ class Decode(Actor):
             self._ranks.judge(is_good=False)
             self._fail(batch)
             return
-        self._ranks.judge(is_good=not batch or any(new))
+        if batch:  # a step for other ranks says nothing of this one, nor does who cannot be kept to a grammar
+            self._ranks.judge(is_good=any(tokens or one.trouble for one, tokens in zip(batch, new, strict=True)))
         self._totals.step(new)
         for generation, tokens in zip(batch, new, strict=True):
             if generation.end is None and tokens:

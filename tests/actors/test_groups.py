@@ -12,6 +12,7 @@ from actors.decode.actor import PAUSE_S, Decode
 from actors.entrypoint.owner import Owner
 from actors.prefill.actor import Prefill
 from bus.meeting import GroupOf
+from bus.pulse import MAX_FAILED, Sick
 from kernels.engine import Chunk
 from kernels.timed import StepCost
 from run.simulate.ranks import Crew, Grouped
@@ -27,11 +28,11 @@ LENGTH = Finished(reason=FinishReason.LENGTH)
 
 
 class Rank(Grouped):
-    """`is_stuck`: it does not step, as a stopped process."""
+    """`is_stuck`: it does not step, as a stopped process. `is_numb`: what it computes are no numbers."""
 
     def __init__(self, crew: Crew, rank: int, **fields: Any) -> None:
         super().__init__(crew, rank, info(**fields), VOCABULARY, COST, most_accepted=3)
-        self.is_stuck = False
+        self.is_stuck = self.is_numb = False
         self.began_s: list[float] = []
 
     async def start(self) -> None:
@@ -48,7 +49,8 @@ class Rank(Grouped):
 
     async def decode(self, keys: Sequence[str]) -> list[list[int]]:
         await self._begin()
-        return await super().decode(keys)
+        new = await super().decode(keys)
+        return [[] for _ in new] if self.is_numb else new
 
 
 IDS = ("g-0", "g-1")
@@ -167,6 +169,23 @@ def test_a_rank_that_waits_for_who_reads_its_tokens_is_called_at_once(monkeypatc
                 await other_actor.report_load()
                 assert await waited_s(system, other, "late", expected) <= 2 * STEP_S
             await system.listener.over("r").wait()
+
+    run_virtual(main())
+
+
+def test_a_rank_whose_engine_fails_at_everything_is_found_out_however_many_steps_it_serves_others() -> None:
+    async def main() -> None:
+        async with core(1, 0, COST) as system:
+            engines = await add_group(system, Role.DECODE, Crew(2))
+            other = system.actors["decode/g-1"]
+            assert isinstance(other, Decode)
+            await other.drain()
+            engines[0].is_numb = True
+            for number in range(MAX_FAILED):
+                await system.send(submit(f"r{number}"))
+                await asyncio.sleep(1)
+            with pytest.raises(Sick):
+                await system.tasks.pop("decode/g-0")
 
     run_virtual(main())
 

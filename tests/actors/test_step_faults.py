@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from actors.decode.slots import Generation
 from bus.pulse import MAX_FAILED, Sick
 from kernels.engine import Chunk
 from kernels.timed import StepCost, TimedEngine
@@ -138,6 +139,30 @@ def test_an_engine_that_fails_at_everything_is_replaced_and_the_third_request_go
             await (system.with_prefill if role == "prefill" else system.with_decode)("well", COST)
             assert (await running)[1] == LENGTH
 
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("is_grammar", [True, False])
+def test_requests_that_cannot_be_kept_to_their_grammars_are_not_the_engine(
+    is_grammar: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Silent(TimedEngine):
+        async def decode(self, keys: Sequence[str]) -> list[list[int]]:
+            return [[] for _ in await super().decode(keys)]
+
+    async def main() -> None:
+        async with core(1, 0, COST) as system:
+            await system.add_decode("d0", Silent(info(), VOCABULARY, COST))
+            for number in range(MAX_FAILED):
+                await system.send(submit(f"bad{number}"))
+                await asyncio.sleep(1)
+            assert system.tasks["decode/d0"].done() is not is_grammar
+            if not is_grammar:
+                with pytest.raises(Sick):
+                    await system.tasks.pop("decode/d0")
+
+    if is_grammar:
+        monkeypatch.setattr(Generation, "trouble", "no token is left")
     run_virtual(main())
 
 
