@@ -39,10 +39,10 @@ def script(seed: int) -> Script:
     """Of ten scripts one has no faults."""
     draw = random.Random(f"chaos {seed}")
     shape, make, num_asks = _shape(draw), _ask, draw.randint(2, 7)
-    if draw.random() < 0.2:
+    if draw.random() < 0.35:
         shape, make, num_asks = structs.replace(shape, decode=2, decode_tokens=896), _long_after_short, num_asks + 6
     asks = [_dressed(draw, shape, make(draw, number)) for number in range(num_asks)]
-    num_faults = 0 if draw.random() < 0.1 else draw.choice([1, 1, 2, 2, 3, 4, 6, 9])
+    num_faults = 0 if draw.random() < 0.1 else draw.choice([2, 2, 3, 4, 6, 9, 12])
     faults = sorted((_fault(draw, shape) for _ in range(num_faults)), key=lambda fault: fault.at_s)
     return Script(seed, shape, sorted(asks, key=lambda ask: ask.at_s), faults)
 
@@ -212,7 +212,7 @@ _MAKERS: list[tuple[Callable[[random.Random, Shape, float], Fault], int]] = [
     (_kill, 4),
     (_stand, 3),
     (_replace, 1),
-    (_leave, 2),
+    (_leave, 4),
     (_slow, 1),
     (_hang, 1),
     (_disk, 2),
