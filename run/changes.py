@@ -71,7 +71,7 @@ async def follow(
 ) -> None:
     """Carry out what changes in the file, for ever. It is read when it has been the same for two looks, so that one
     that is being written is left alone. `change` raises ClusterError, SettingsError and OSError."""
-    done = seen = _stamp(path)
+    done, seen = (-1, -1, -1), _stamp(path)  # it may have changed since the start was made from it
     while True:
         await asyncio.sleep(LOOK_S)
         now = _stamp(path)

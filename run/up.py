@@ -40,7 +40,8 @@ from supervisors.tasks import Child, Run, Supervisor
 from supervisors.tasks import Ready as OnReady
 
 INTENSITY = Intensity(12, 60.0, is_each=True)
-"""With the processes' own back-off: one that never comes up is given up after about a minute. All may be killed."""
+"""With the processes' own back-off: one that ends at once, again and again, is given up after about a minute; one that
+takes longer than a second for it is tried every ten seconds. All may be killed."""
 
 PROCESS_SHUTDOWN_S = 1.5
 STACK_SHUTDOWN_S = 2.2
@@ -201,8 +202,8 @@ class Stack:
         patience_s = self._settings.grace_s + LAST_S + PROCESS_SHUTDOWN_S
         for spec in change.leaving:
             self._say(f"{spec.name:<10} leaves, as the cluster file says")
-            self._processes[spec.name].leave()
-        await asyncio.gather(*(self._root.retire(spec.name, patience_s) for spec in change.leaving))
+        has_word = {spec.name: self._processes[spec.name].leave() for spec in change.leaving}
+        await asyncio.gather(*(self._root.retire(name, patience_s * is_told) for name, is_told in has_word.items()))
         for spec in change.leaving:
             del self._processes[spec.name]
         for spec in change.then:

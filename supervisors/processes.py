@@ -88,11 +88,12 @@ class Process:
         """This process for a supervisor's list."""
         return Child(self.program.name, self.run, shutdown_s=self.program.shutdown_s + 1.0)
 
-    def leave(self) -> None:
-        """SIGTERM: it is to see off what it has, and end."""
+    def leave(self) -> bool:
+        """SIGTERM: it is to see off what it has, and end. False if it is not there just now, and has nothing."""
         if self.pid is not None:
             with contextlib.suppress(ProcessLookupError):  # it has ended just now
                 os.kill(self.pid, signal.SIGTERM)
+        return self.pid is not None
 
     def kill(self) -> None:
         """SIGKILL to the whole group, now. Works on a stopped process too."""

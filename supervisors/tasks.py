@@ -77,12 +77,11 @@ class Supervisor:
         self._exits: asyncio.Queue[_Exit]
 
     async def add(self, child: Child) -> bool:
-        """One more child, now that all are up. False, and it is forgotten, if it ends before it is ready."""
+        """One more child, now that all are up. False, and it is not started again, if it ends before it is ready."""
         self._children[child.name] = child
         self._family.add(child.name, Restart.TEMPORARY)
         self._family.started(child.name)
         if not await self._start(child.name, self._exits):
-            del self._children[child.name]
             return False
         self._family.add(child.name, child.restart)
         return True
@@ -91,7 +90,7 @@ class Supervisor:
         """A child that was told to end is not started again. Returns once it has ended; after the patience it is
         stopped."""
         self._family.add(name, Restart.TEMPORARY)
-        task, child = self._tasks[name], self._children.pop(name)
+        task, child = self._tasks[name], self._children[name]
         await asyncio.wait((task,), timeout=patience_s)
         if not task.done():
             task.cancel()

@@ -60,7 +60,7 @@ def test_a_file_is_read_when_it_is_whole_and_a_wrong_one_changes_nothing(
 ) -> None:
     monkeypatch.setattr(changes, "LOOK_S", 0.01)
     path, said, done = tmp_path / "c.toml", list[str](), asyncio.Queue[Change]()
-    path.write_text("two")
+    path.write_text("one")  # while what it said before was being started
 
     def read() -> Change:
         known = {"two": (FRONT, D0, D1), "one": (FRONT, D0)}
@@ -72,15 +72,16 @@ def test_a_file_is_read_when_it_is_whole_and_a_wrong_one_changes_nothing(
 
     async def main() -> None:
         following = asyncio.create_task(follow(path, read, done.put, said.append))
-        await asyncio.sleep(0.05)
         async with asyncio.timeout(10):
+            assert (await done.get()).leaving == (D1,)
             for num_said, text in enumerate(("nonsense", "nobody may read it"), 1):
                 path.write_text(text)
                 while len(said) < num_said:
                     await asyncio.sleep(0.01)
+            path.write_text("two")
+            await asyncio.sleep(0.05)
             path.write_text("one")
-            change = await done.get()
-        assert change.leaving == (D1,)
+            assert (await done.get()).leaving == (D1,)
         assert said == ["nothing is changed: no nonsense", "nothing is changed: nobody may read it"]
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)

@@ -77,7 +77,7 @@ def test_sigterm_ends_it_and_its_exit_is_reported(run_async: RunAsync) -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert not is_alive(pid) and process.pid is None
+        assert not is_alive(pid) and process.pid is None and not process.leave()
         assert log.exits == [ProcessExited(name="p0", pid=pid, members=["decode/p0"])]
 
     run_async(main())

@@ -403,6 +403,20 @@ def test_a_child_is_added_restarted_and_retired(run_async: RunAsync) -> None:
     run_async(main())
 
 
+def test_a_child_that_is_retiring_is_stopped_with_the_others(run_async: RunAsync) -> None:
+    async def main() -> None:
+        world = World()
+        supervisor = Supervisor("s", [world.child("a"), world.child("b")])
+        task = await start(supervisor)
+        retiring = asyncio.create_task(supervisor.retire("a", 60.0))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, retiring, return_exceptions=True)
+        assert world.take() == ["+a", "+b", "-b", "-a"]
+
+    run_async(main())
+
+
 def test_a_child_that_is_added_and_does_not_start_is_forgotten(run_async: RunAsync) -> None:
     async def broken(ready: Ready) -> None:
         raise ValueError("not today")
