@@ -13,10 +13,12 @@ from actors.entrypoint.owner import Owner
 from actors.prefill.actor import Prefill
 from bus.meeting import GroupOf
 from bus.pulse import MAX_FAILED, Sick
+from bus.subjects import EXITED
 from kernels.engine import Chunk
 from kernels.timed import StepCost
 from run.simulate.ranks import Crew, Grouped
 from run.virtual import run_virtual
+from schemas.liveness import ProcessExited
 from schemas.message import Role
 from schemas.request import Finished, FinishReason
 from tests.actors.builders import submit
@@ -263,6 +265,20 @@ def test_a_group_asleep_goes_on_without_a_rank_that_was_killed_and_with_its_succ
             await system.send(submit("r", max_tokens=20))
             await system.listener.over("r").wait()
             assert system.listener.tokens["r"] == expected and left.part.size == 1
+
+    run_virtual(main())
+
+
+def test_word_of_an_end_while_a_rank_starts_is_not_taken_for_the_end_of_the_successor() -> None:
+    async def main() -> None:
+        async with core(1, 0, COST) as system:
+            crew, watch = Crew(2), await system.bus("watch")
+            starting = asyncio.create_task(add_rank(system, Role.DECODE, crew, 0))
+            await asyncio.sleep(0.5)
+            await watch.tell(EXITED.all(), ProcessExited(name="n", pid=1, members=["decode/g-1"]))
+            await asyncio.gather(starting, add_rank(system, Role.DECODE, crew, 1, life=2))
+            await asyncio.sleep(5)
+            assert [system.actors[f"decode/{id}"].load().detail["meetings"] for id in IDS] == [1, 1]
 
     run_virtual(main())
 

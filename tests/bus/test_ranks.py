@@ -451,6 +451,24 @@ async def test_a_group_asleep_hears_that_a_rank_has_ended_or_begun_anew_and_wake
     assert second.member.is_abandoned and second.ranks.is_called() and second.num_called == 1
 
 
+def test_the_first_meeting_waits_for_who_has_ended_and_is_started_anew() -> None:
+    async def main() -> None:
+        async with place() as here:
+            await asyncio.sleep(100)
+            first, second = Rank(here, 0), Rank(here, 1)
+            await first.listen()
+            starting = here.spawn(first.ranks.start(first.engine))
+            await asyncio.sleep(1)
+            exited = ProcessExited(name="n", pid=1, members=["decode/d-1"])
+            await first.ranks.events({})[EXITED_EARLY](exited, ANY)
+            await asyncio.sleep(10)
+            assert not starting.done()
+            await asyncio.gather(starting, second.start())
+            assert first.member.generation == second.member.generation > 0
+
+    run_virtual(main())
+
+
 def test_too_few_ranks_end() -> None:
     async def main() -> None:
         async with place() as here:
