@@ -112,6 +112,11 @@ class Meetings:
         """With whom this rank has met."""
         return [id for id in self._muster.members if id != self._id]
 
+    @property
+    def generation(self) -> int:
+        """That of the last meeting to which all came: an engine's may be of one that fails."""
+        return self._muster.generation
+
     def handlers(self) -> Mapping[Subject[Any, Any], Handler]:
         """To be among the actor's."""
         return {_PRESENT[self._role]: self._on_present, _MEET[self._role]: self._on_meet}

@@ -162,8 +162,8 @@ class Ranks:
 
     @property
     def generation(self) -> int:
-        """Of the group; 0 without one."""
-        return self._member.generation if self._member is not None else 0
+        """Of the group that was met last, be it broken now; 0 without one."""
+        return 0 if self._meetings is None else self._meetings.generation
 
     def is_called(self) -> bool:
         """Whether a step is to be done here even without work, as other ranks need it."""

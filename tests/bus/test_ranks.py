@@ -48,10 +48,11 @@ class FakeMember:
 
     async def meet(self, generation: int, rank: int, size: int, address: str) -> None:
         self.meets.set()
+        self.generation, self.rank, self.size = generation, rank, size
         await asyncio.sleep(0.05)
         if self.errors:
             raise self.errors.pop()
-        self.generation, self.rank, self.size, self.num_steps = generation, rank, size, 0
+        self.num_steps = 0
         self.is_awake = self.is_broken = self.is_called_off = self.is_abandoned = False
 
     def call_off(self) -> None:
@@ -347,7 +348,7 @@ async def test_a_call_that_comes_while_ranks_meet_is_not_for_the_next_time(
         work.set_exception(RuntimeError("rank 1 is silent"))
         await first.member.meets.wait()
         first.member.meets.clear()
-        former = first.member.generation
+        former = first.ranks.generation
         call = MeetRanks(generation=1 << 62, ids=["d-1", "d-0"], lives=[50, 100], address="")
         await second.bus.tell(MEET_DECODE.at("d-0"), call)
         with pytest.raises(RuntimeError, match="silent"):
@@ -428,7 +429,8 @@ async def test_a_meeting_that_fails_is_followed_by_another_and_what_goes_wrong_h
         await steppings[1]
     with pytest.raises(RuntimeError, match="all leave"):
         await steppings[0]
-    assert first.member.generation > former and not first.member.is_broken
+    assert first.ranks.generation == first.member.generation > former and not first.member.is_broken
+    assert second.ranks.generation == former < second.member.generation
 
 
 @played
