@@ -110,7 +110,7 @@ def test_any_history(strategy: Strategy, restarts: list[Restart], history: list[
     """Permanent children are always up after a plan; plans are ordered; the window is what a plain count says."""
     kinds = dict(zip("abcde", restarts, strict=True))
     tree = children(strategy, *restarts, intensity=Intensity(4, 5.0))
-    now_s, counted = 0.0, []
+    now_s, counted = 0.0, list[float]()
     for index, is_normal, gap_s in history:
         now_s += gap_s
         name = "abcde"[index]
