@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +35,6 @@ _REJOIN = 32  # steps until a request is drafted for again beside others
 _SHARE = 0.02  # of the time goes into finding out whether the other way is better
 _LEAST_SHARE = 3  # so many times it is halved, once for each try that changed nothing
 _NUM_HELD = 4  # steps that go by one decision, and four times as many by one against drafting
-_NEARLY = 0.96  # of the best speed is enough to take all: runs of one length are quicker than times of others tell
 _LEAST_GAIN = 1.0  # what a try without drafts is taken to cost at least, as a part of a step
 _PATIENCE = 4  # as much rarer than new requests are other ones tried, and steps without drafts
 _NUM_ROUNDS = 4  # at most, until the best speed is found
@@ -126,6 +125,8 @@ class Scheduler:
     temperatures: Floats
     verify_times: StepTimes = field(default_factory=StepTimes)
     draft_times: StepTimes = field(default_factory=StepTimes)
+    nearly: ClassVar[float] = 0.96
+    """Of the best speed is enough to take all: runs of one length are quicker than times of others tell."""
 
     def __post_init__(self) -> None:
         self._size = len(self.temperatures)
@@ -217,7 +218,7 @@ class Scheduler:
         draft_s = float(self.draft_times.at(np.array([len(lengths)]))[0])
         num, speed = budget(flat[order], num_rows, draft_s, self.verify_times)
         whole_s = draft_s + float(self.verify_times.at(np.array([num_rows + len(order)]))[0])
-        if (num_rows + float(flat.sum())) / whole_s >= _NEARLY * speed:
+        if (num_rows + float(flat.sum())) / whole_s >= self.nearly * speed:
             num = len(order)
         self._is_whole = num == len(order)  # until the next decision
         taken = np.bincount(order[:num] // self._size, minlength=len(lengths))
@@ -269,7 +270,7 @@ class Scheduler:
         if found <= plain:
             return [], plain
         whole = (num_rows + tokens.sum()) / (plain_s + drafts_s[-1] + row_s * rows.sum())
-        is_enough = whole > max(_NEARLY * speed, plain)
+        is_enough = whole > max(self.nearly * speed, plain)
         return (list(range(len(histories))) if is_enough else best.tolist()), speed
 
     def _survivals(self, histories: Sequence[History]) -> tuple[Floats, Counts, Floats]:

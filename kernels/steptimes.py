@@ -21,7 +21,7 @@ _NEAR = 1.5  # as far, as a factor, a size that was measured tells of others
 class StepTimes:
     """The time of a pass by its size, a number of rows or of requests. Never less for more.
 
-    Sizes fall into ranges, two to a doubling; of each the last few passes count, by their median, and what noise makes
+    Sizes fall into ranges, four to a doubling; of each the last few passes count, by their median, and what noise makes
     fall from one range to the next is levelled. So it follows slow changes, and a pass that was held up does no harm.
     """
 
