@@ -87,3 +87,23 @@ def test_a_file_is_read_when_it_is_whole_and_a_wrong_one_changes_nothing(
         await asyncio.gather(following, return_exceptions=True)
 
     run_async(main())
+
+
+def test_a_file_that_is_being_written_is_left_alone(run_async: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(changes, "LOOK_S", 0.0)
+    looks: list[int] = []
+
+    def stamp(path: Path) -> tuple[int, int, int]:
+        looks.append(min(len(looks), 3))
+        return looks[-1], 0, 0
+
+    def change() -> Change:
+        raise asyncio.CancelledError  # an end of the test
+
+    async def main() -> None:
+        with pytest.raises(asyncio.CancelledError):
+            await follow(Path("c.toml"), change, asyncio.Queue[Change]().put, lambda text: None)
+        assert looks == [0, 1, 2, 3, 3]
+
+    monkeypatch.setattr(changes, "_stamp", stamp)
+    run_async(main())
