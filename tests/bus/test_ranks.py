@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from bus.actor import Handler
 from bus.bus import Delivery, decoder
-from bus.meeting import GROW_S, INVITE_S, PRESENT_S, GroupLost, GroupOf, repeat
+from bus.meeting import GROW_S, INVITE_S, MOST_GROW_S, PRESENT_S, GroupLost, GroupOf, repeat
 from bus.muster import AGAIN_S, GIVE_UP_S
 from bus.ranks import EXITED_EARLY, REPEAT_S, REPORT_STEPS, Ranks
 from bus.subjects import BROKEN, EXPERTS, MEET_DECODE, PLACE_DECODE, PRESENT_DECODE, STEP_DECODE, Subject
@@ -367,8 +367,8 @@ async def test_who_cannot_be_met_is_tried_ever_more_seldom(
     generation = first.member.generation
     present = RankPresent(id="d-1", life=51, generation=0, is_waiting=True)
     waiting = here.spawn(repeat(second.bus, PRESENT_DECODE, ["d-0"], present, PRESENT_S))
-    for num_failed in range(3):
-        await asyncio.sleep(GROW_S * 2**num_failed - 0.1)
+    for num_failed in range(8):
+        await asyncio.sleep(min(GROW_S * 2**num_failed, MOST_GROW_S) - 0.1)
         assert [first.member.is_called_off] == [False]
         await asyncio.sleep(0.2 + PRESENT_S)
         assert first.member.is_called_off
