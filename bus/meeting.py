@@ -143,7 +143,8 @@ class Meetings:
         self._call = None
         self.num_held += 1
         self.is_due = False
-        log.log(level, "%s %s is in a group of %s", self._role, self._id, ", ".join(call.ids))
+        without = f", without {', '.join(muster.missing)}" if muster.missing else ""
+        log.log(level, "%s %s is in a group of %s%s", self._role, self._id, ", ".join(call.ids), without)
         if muster.is_first and muster.missing:
             invitation = repeat(self._bus, _PRESENT[self._role], muster.missing, muster.present, INVITE_S)
             self._inviting = self._spawn(invitation)

@@ -157,7 +157,8 @@ class Ranks:
         """For load reports: turns of the loop so far, each with a step of the engine at most."""
         detail = {"steps": float(self._pulse.num_turns)}
         if self._meetings is not None and self._member is not None:
-            detail |= {"group_size": float(self._member.size), "meetings": float(self._meetings.num_held)}
+            size = 0 if self._member.is_broken else self._member.size  # nobody steps while they wait to meet
+            detail |= {"group_size": float(size), "meetings": float(self._meetings.num_held)}
         return detail
 
     @property

@@ -85,7 +85,9 @@ def node(
     redundant: int = 0,
     least: int = 1,
 ) -> None:
-    """Run some actors in this process, on the broker at SHOAL_NATS_URL; SIGTERM stops it.
+    """Run some actors in this process, on the broker at SHOAL_NATS_URL.
+
+    At SIGTERM it sees its requests off before it stops, at SIGINT it stops.
 
     Parameters
     ----------

@@ -231,6 +231,8 @@ def check_experts(specs: tuple[ProcessSpec, ...], config: ModelConfig) -> None:
     for unit, group in groups.items():
         for role in (*config.layers, *config.draft_stages):
             try:
+                if len(group.ids) > role.num_experts:
+                    raise ValueError(f"{role.num_experts} experts, so that some ranks would hold copies only")
                 num_redundant(role.num_experts, len(group.ids), group.num_redundant)
             except ValueError as error:
                 why = f"ep = {len(group.ids)}, redundant = {group.num_redundant}: {role.name} of SHOAL_MODEL: {error}"

@@ -64,5 +64,5 @@ def describe(report: LoadReported) -> str:
     said = [f"{num_left(report)} left", *(f"{report.detail[name]:.0f} {name.replace('_', ' ')}" for name in fates)]
     if "pause_ms_p50" in report.detail:
         p50, p99 = report.detail["pause_ms_p50"], report.detail["pause_ms_p99"]
-        said.append(f"moved ones stood still for {p50:.3g} ms (p50), {p99:.3g} ms (p99)")
+        said.append(f"moved ones stood still for {p50:,.0f} ms (p50), {p99:,.0f} ms (p99)")
     return ", ".join(said)

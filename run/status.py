@@ -100,7 +100,7 @@ def _cached(reports: list[LoadReported]) -> str:
 def _amount(key: str, value: float) -> str:
     """Of bytes in a unit that leaves few digits; one word, in any case."""
     if not f"_{key}".endswith("_bytes"):
-        return f"{value:,.0f}" if float(value).is_integer() else f"{value:.3g}"
+        return f"{value:,.0f}" if float(value).is_integer() or value >= 1000 else f"{value:.3g}"
     units = ("B", "KiB", "MiB", "GiB", "TiB")
     power = min((int(max(value, 1)).bit_length() - 1) // 10, len(units) - 1)
     return f"{value / 1024**power:.4g}{units[power]}"

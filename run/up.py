@@ -36,7 +36,7 @@ from run.store import Store, stores
 from run.watch import Watch
 from supervisors.processes import Backoff, Process, Program
 from supervisors.strategy import GaveUp, Intensity
-from supervisors.tasks import Child, Run, Supervisor
+from supervisors.tasks import Child, Run, Stuck, Supervisor
 from supervisors.tasks import Ready as OnReady
 
 INTENSITY = Intensity(12, 60.0, is_each=True)
@@ -98,8 +98,12 @@ class Stack:
                 return 1
             self._console.print("stopped")
             return 0
-        except GaveUp as error:
-            self._explain(error)
+        except (GaveUp, Stuck) as error:
+            self._kill_all()
+            why = error.__context__ if isinstance(error, Stuck) else error  # it came of the end, and says nothing of it
+            if not isinstance(why, GaveUp):
+                raise
+            self._explain(why)
             return 1
         finally:
             greeting.cancel()

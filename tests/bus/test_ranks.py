@@ -291,9 +291,11 @@ async def test_ranks_that_are_left_meet_before_the_error_of_a_step_goes_on(
     work.set_exception(RuntimeError("rank 1 is silent"))
     await asyncio.sleep(AGAIN_S / 2)
     assert not stepping.done() and {type(message) for _, message in said} == {RankPresent}
+    assert first.ranks.detail()["group_size"] == 0  # nobody steps
     with pytest.raises(RuntimeError, match="silent"):
         await stepping
     assert (first.member.rank, first.member.size) == (0, 1) and first.member.generation > former
+    assert first.ranks.detail()["group_size"] == 1
     broken = [message for _, message in said if isinstance(message, GroupBroken)]
     reason = "the others have met without it"
     expected = GroupBroken(Role.DECODE, id="d-0", group="d-0", ranks=["d-1"], reason=reason, generation=former)

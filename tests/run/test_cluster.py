@@ -117,6 +117,8 @@ def test_experts_that_do_not_go_to_the_ranks_are_refused_before_anything_starts(
     error = r"group decode/d0-0: ep = 2, redundant = 5: mtp\.0 of SHOAL_MODEL: 4 experts"
     with pytest.raises(ClusterError, match=error):
         check_experts(read(tmp_path, GOOD + "ep = 2\nredundant = 5\n"), config)
+    with pytest.raises(ClusterError, match="ep = 5, redundant = 0: mtp.0 of SHOAL_MODEL: 4 experts, so that some"):
+        check_experts(read(tmp_path, GOOD + "ep = 5\n"), config)
 
 
 def test_a_rank_on_the_command_line() -> None:
