@@ -75,14 +75,14 @@ class Outcome:
     num_other: int
     failed: dict[str, int]
     num_approximate: int
-    num_lost: int
+    num_amid: int
     gaps_s: list[float]
 
     def __str__(self) -> str:
         waits = f"longest waits p50 {self.gaps_s[len(self.gaps_s) // 2]:.2f} s, max {self.gaps_s[-1]:.2f} s"
         return (
             f"{self.num_same} streams as undisturbed, {self.num_other} otherwise ({self.num_approximate} recorded as "
-            f"approximate), failed {self.failed or 'none'}; {self.num_lost} losses; {waits}"
+            f"approximate), failed {self.failed or 'none'}; {self.num_amid} kills amid them; {waits}"
         )
 
 
@@ -115,10 +115,15 @@ async def tell(ai: openai.AsyncOpenAI, kind: int, max_tokens: int) -> Told:
     return Told(text, "", gap_s)
 
 
-async def disturb(system: System, chance: random.Random, pause_s: float, kills: list[str]) -> None:
-    """Kill these roles in turn, and between two of them stop something for a moment, or have it leave."""
+async def disturb(
+    system: System, chance: random.Random, pause_s: float, kills: list[str], streams: list[asyncio.Task[Told]]
+) -> int:
+    """Kill these roles in turn, and between two of them stop something for a moment, or have it leave. How many were
+    killed amid streams."""
+    num_amid = 0
     for number, role in enumerate(kills):
         await asyncio.sleep(pause_s * chance.uniform(0.5, 1.5))
+        num_amid += not all(stream.done() for stream in streams)
         _signal(chance.choice(system.ready.pids[role]), signal.SIGKILL)
         await asyncio.sleep(pause_s * chance.uniform(0.2, 0.8))
         stopped = chance.choice(system.ready.pids["prefill"] + system.ready.pids["decode"])
@@ -128,6 +133,7 @@ async def disturb(system: System, chance: random.Random, pause_s: float, kills: 
         _signal(stopped, signal.SIGSTOP)
         await asyncio.sleep(chance.uniform(0.2, 2.0))
         _signal(stopped, signal.SIGCONT)
+    return num_amid
 
 
 def _signal(pid: int, number: signal.Signals) -> None:
@@ -143,9 +149,9 @@ async def chaos(system: System, *, num_streams: int, max_tokens: int, kills: lis
         truth = await asyncio.gather(*(tell(ai, kind, max_tokens) for kind in range(NUM_KINDS)))
         assert not any(one.code for one in truth)
         streams = [asyncio.create_task(tell(ai, i % NUM_KINDS, max_tokens)) for i in range(num_streams)]
-        disturbing = asyncio.create_task(disturb(system, random.Random(1), pause_s, kills))
+        disturbing = asyncio.create_task(disturb(system, random.Random(1), pause_s, kills, streams))
         told = await asyncio.gather(*streams)
-        await disturbing
+        num_amid = await disturbing
     async with on_bus(running.nats_url, name="test") as bus:
         loads = await collect_loads(bus, wait_s=0.2)
     detail = next(load.detail for load in loads if load.role is Role.ENTRYPOINT)
@@ -155,7 +161,7 @@ async def chaos(system: System, *, num_streams: int, max_tokens: int, kills: lis
         num_other=len(whole) - sum(whole),
         failed=dict(Counter(one.code for one in told if one.code)),
         num_approximate=int(detail["approximate"]),
-        num_lost=int(detail["lost"]),
+        num_amid=num_amid,
         gaps_s=sorted(one.gap_s for one in told),
     )
 
