@@ -44,6 +44,7 @@ def is_excused(call: Call, script: Script, began_s: float) -> bool:
     if failure.code is Code.RATE_LIMITED:
         return call.ask.tenant == SOON_LIMITED and script.shape.quota > 0
     first_s, last_s = call.begun_s - began_s, call.ended_s - began_s
+    last_s += 1e-6  # what ends at once by a fault ends at its time, but for the rounding of a difference
     faults = [fault for fault in script.faults if fault.at_s <= last_s and first_s <= fault.at_s + ECHO_S]
     if call.ask.deadline_s and failure.code in _NOBODY:  # it waits for a shard no longer than that
         if any(getattr(fault, "name", "").startswith("entrypoint/") for fault in faults):
