@@ -22,6 +22,13 @@ TRIES = 3
 """So many questions in a row without an answer, and a shard counts as lost."""
 
 
+class Elsewhere(BusError):
+    """A shard was silent, and the request is another one's now. The silent one may yet go on with it."""
+
+    def __init__(self) -> None:
+        super().__init__(fail(Code.WORKER_LOST, "the entrypoint that the request belongs to is silent").failure)
+
+
 @asynccontextmanager
 async def offered(bulk: Bulk, prompt: bytes) -> AsyncIterator[Payload]:
     """A prompt as a payload, no longer on offer if what is done with it raises `BusError`."""
@@ -48,13 +55,15 @@ async def place(
     `owner` says whose it is, of those not tried yet; empty while none has reported itself. `taken`: who has sent tokens
     of it already, empty if nobody has; one that has ended would begin anew if asked again. `patience_s`: how long to
     wait where the answer is one of those `worth_waiting` for. Raises BusError: the shard's own, worker_lost when it
-    stays silent, cancelled once `is_over`.
+    stays silent, cancelled once `is_over`; Elsewhere when it is another one's after a silence.
     """
     tried: set[str] = set()
-    num_silences = 0
+    silent, num_silences = "", 0
     end_s = asyncio.get_running_loop().time() + patience_s
     while not is_over():
         shard = owner(tried)
+        if silent and shard != silent:
+            raise Elsewhere
         try:
             return (await bus.ask(SUBMIT.at(shard) if shard else SUBMIT.any(), submit, timeout_s=ASK_TIMEOUT_S)).shard
         except BusError as error:
@@ -71,6 +80,8 @@ async def place(
                 raise fail(Code.WORKER_LOST, "no entrypoint answers") from None
             elif (num_silences := num_silences + 1) == TRIES:
                 raise fail(Code.WORKER_LOST, "the entrypoint that the request belongs to is silent") from None
+            else:
+                silent = shard
     raise fail(Code.CANCELLED, "the request was cancelled")
 
 
@@ -96,16 +107,30 @@ class Request(Protocol):
 
 
 async def submit(
-    bus: Bus, bulk: Bulk, request: Request, submission: Submission, owner: Callable[[Collection[str]], str]
+    bus: Bus,
+    bulk: Bulk,
+    request: Request,
+    submission: Submission,
+    owner: Callable[[Collection[str]], str],
+    rename: Callable[[], bool],
 ) -> None:
     """Have a shard take the request, and tell it if that was cancelled meanwhile; see `place`. Raises BusError; then
-    nothing of it is left on offer."""
+    nothing of it is left on offer.
+
+    `rename`: it is to have another id, as a shard that may have it by this one is silent; False if that was too often.
+    """
     request.is_placing, patience_s = True, submission.patience_s(bus.seams.clock_ns())
+    again = GONE if submission.is_new else (*GONE, Code.OVERLOADED)
     try:
-        async with offered(bulk, submission.text) as text:
-            message, is_over = submission.message(text), lambda: request.is_cancelled
-            again = GONE if submission.is_new else (*GONE, Code.OVERLOADED)
-            request.shard = await place(bus, message, owner, is_over, lambda: request.shard, patience_s, again)
+        while True:
+            try:
+                async with offered(bulk, submission.text) as text:
+                    message, is_over = submission.message(text), lambda: request.is_cancelled
+                    request.shard = await place(bus, message, owner, is_over, lambda: request.shard, patience_s, again)
+                break
+            except Elsewhere:
+                if not rename():
+                    raise
     finally:
         request.is_placing = False
     if request.is_cancelled:

@@ -163,7 +163,7 @@ class Prefill(Actor):
             raise fail(Code.INTERNAL, str(error)) from None
         known = self.jobs.get(dispatch.request_id)
         if known is not None:
-            if known.dispatch.epoch >= dispatch.epoch:
+            if known.dispatch.epoch == dispatch.epoch:  # said again
                 return Dispatched(pid=self.bus.seams.pid, generation=self._ranks.generation)
             raise fail(Code.DUPLICATE_REQUEST, f"an earlier dispatch of {dispatch.request_id} is still being freed")
         job.arrived_s = self.now_s()

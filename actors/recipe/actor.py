@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from msgspec import structs
@@ -177,7 +177,7 @@ class Recipe(PublicActor):
                 request.begin(self._converter, prepared, self.bus.seams.clock_ns() // 10**9, submission)
                 if self._tenants.get(call.tenant).is_limited:
                     await self._quota.admit(submission.admit(), lambda: request.is_cancelled)
-                await submit(self.bus, self._bulk, request, submission, functools.partial(self._owner, request.id))
+                await self._submit(request, submission)
             await envelope.answer(request.called(self.id, prepared.ignored))
         except (Refusal, BusError) as error:
             self._release(images)
@@ -192,8 +192,9 @@ class Recipe(PublicActor):
     def _release(self, images: list[ImageResolved]) -> None:
         self.spawn(self._vision.release([(image.vision, image.pixels) for image in images]))
 
-    def _owner(self, request_id: str, tried: Collection[str]) -> str:
-        return self._shards.owner(request_id, tried, self.now_s())
+    async def _submit(self, request: OpenRequest, submission: Submission) -> None:
+        owner, rename = self._shards.owner_of(request.id, self.now_s), functools.partial(self._open.rename, request)
+        await submit(self.bus, self._bulk, request, submission, owner, rename)
 
     def _move(self, request: OpenRequest, loss: Failure) -> None:
         """Its shard is lost, and another one is to go on with it; else it ends so. Who is being placed still is so."""
@@ -204,7 +205,7 @@ class Recipe(PublicActor):
 
     async def _go_on(self, request: OpenRequest, submission: Submission, loss: Failure) -> None:
         try:
-            await submit(self.bus, self._bulk, request, submission, functools.partial(self._owner, request.id))
+            await self._submit(request, submission)
         except BusError as error:
             self._over(request, request.fail(error.failure if request.is_cancelled else loss))
             self.wake()

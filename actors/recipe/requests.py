@@ -64,12 +64,18 @@ class OpenRequests:
 
     def move(self, request: OpenRequest, now_s: float) -> bool:
         """Its shard is lost: it has none. False if it cannot go to another one (any more)."""
-        submission, before = request.submission, request.sent_as
-        if not request.is_placing and (submission is None or not submission.move()):
+        if not request.is_placing and not self.rename(request):
             return False
-        self._sent[request.sent_as] = self._sent.pop(before)
         request.shard, request.last_event_s = "", now_s
         request.num_seen, request.is_end_seen = request.next_index, False
+        return True
+
+    def rename(self, request: OpenRequest) -> bool:
+        """It is for another shard now, which is to know it by another id. False if that cannot be (any more)."""
+        submission, before = request.submission, request.sent_as
+        if self._sent.get(before) is not request or submission is None or not submission.move():
+            return False
+        self._sent[request.sent_as] = self._sent.pop(before)
         return True
 
     def cancel(self, ids: list[str], shards: list[str]) -> tuple[bool, list[tuple[str, str]]]:

@@ -6,7 +6,7 @@ The quota actors likewise, who own tenants.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from actors.rules.owner import Members, choose
 from schemas.liveness import ProcessExited
@@ -51,6 +51,10 @@ class Shards:
         """Whose a request (or tenant) is, of those not tried yet; empty if there is nobody."""
         shards = [shard for shard in self.alive(now_s) if shard not in tried]
         return choose(key, shards) if shards else ""
+
+    def owner_of(self, key: str, clock: Callable[[], float]) -> Callable[[Collection[str]], str]:
+        """The same, to be asked again and again."""
+        return lambda tried: self.owner(key, tried, clock())
 
     def answered(self, shard: str) -> None:
         """It has answered a question."""

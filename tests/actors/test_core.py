@@ -18,6 +18,7 @@ from kernels.timed import StepCost
 from run.virtual import run_virtual
 from schemas.bulk import Handle, Payload
 from schemas.failure import Code
+from schemas.handover import Dispatched
 from schemas.request import Cancelled, CancelReason, Failed, Finished, FinishReason, Limits, Sampling, TokensEmitted
 from tests.actors.builders import dispatch as build_dispatch
 from tests.actors.builders import prompt_bytes, submit
@@ -94,6 +95,22 @@ def test_a_prompt_that_is_not_what_was_announced_takes_nobody_down(sent: bytes, 
                 await system.listener.bus.ask(DISPATCH.at("p0"), dispatch, timeout_s=5)
             assert refused.value.code is Code.INTERNAL
             assert (await system.finish(submit("r1")))[1] == LENGTH
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("epoch", [4, 6])
+def test_a_dispatch_is_one_with_another_by_its_epoch_only(epoch: int) -> None:
+    """Of two with other epochs each has its reservation: whoever sent the one that is refused lets go of its own."""
+
+    async def main() -> None:
+        async with core(cost=SLOW) as system:
+            bus = system.listener.bus
+            for _ in range(2):
+                assert isinstance(await bus.ask(DISPATCH.at("p0"), build_dispatch(epoch=5), timeout_s=5), Dispatched)
+            with pytest.raises(BusError) as refused:
+                await bus.ask(DISPATCH.at("p0"), build_dispatch(epoch=epoch), timeout_s=5)
+            assert refused.value.code is Code.DUPLICATE_REQUEST
 
     run_virtual(main())
 

@@ -15,7 +15,7 @@ from actors.recipe.requests import OpenRequests
 from actors.recipe.submission import MAX_LOSSES
 from bus.bus import Bus, Delivery
 from bus.memory import MemoryBroker, MemoryWire
-from bus.subjects import EXITED, LOAD, RECIPE_TOKENS
+from bus.subjects import EXITED, INTERNAL_INBOX, LOAD, RECIPE_TOKENS
 from schemas.api import Protocol
 from schemas.failure import Code, Failure
 from schemas.liveness import ProcessExited
@@ -228,6 +228,45 @@ def test_word_of_the_end_of_an_earlier_process_of_a_shard_ends_nothing(run_async
             await system.gateway.bus.tell(EXITED.all(), exited)
             await system.entrypoint.emit(id, system.entrypoint.answer, STOP)
             assert content(await client.all()) == "Hello there!"
+
+    run_async(main())
+
+
+class Unanswered(MemoryBroker):
+    """Loses the first answer."""
+
+    num_lost = 0
+
+    def publish(self, source: MemoryWire, delivery: Delivery) -> None:
+        if not self.num_lost and delivery.subject.startswith(f"{INTERNAL_INBOX}."):
+            self.num_lost += 1
+        else:
+            super().publish(source, delivery)
+
+
+def test_a_shard_that_was_silent_when_asked_and_has_it_all_the_same(
+    run_async: Run, card: ModelCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that is asked after it has the request by another id; what the first one says is nothing of it."""
+    monkeypatch.setattr("bus.entrypoints.ASK_TIMEOUT_S", 0.5)
+
+    async def main() -> None:
+        async with edge(card, broker=Unanswered()) as system:
+            first, bus = system.entrypoint, system.gateway.bus
+            first.is_silent = True
+            client = await system.client()
+            await client.send(CHAT, STREAM)
+            [id] = await submitted(first)
+            second = await successor(system, "e1")
+            second.is_silent = True
+            await bus.tell(LOAD.at(Role.ENTRYPOINT), structs.replace(first.load(), is_accepting=False))
+            await second.until(lambda: f"{id}-1" in second.submitted)
+            await second.emit(f"{id}-1", second.answer[:2])
+            await first.emit(id, first.answer[:3])
+            await first.until(lambda: id in first.cancelled)
+            await second.emit(f"{id}-1", second.answer[2:], STOP)
+            assert content(await client.all()) == "Hello there!"
+            assert id not in second.submitted and not second.cancelled
 
     run_async(main())
 

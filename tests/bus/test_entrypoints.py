@@ -1,20 +1,24 @@
-"""Placing a request: who is asked, in what order, when shards are gone."""
+"""Placing a request: who is asked, in what order, when shards are gone or silent."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from typing import Any
 
+import pytest
+
 from bus.bus import fail
-from bus.entrypoints import place
+from bus.entrypoints import Elsewhere, place
 from run.virtual import run_virtual
 from schemas.failure import Code
 from schemas.request import Submitted
 from tests.actors.builders import submit
 
+SILENT = "silent"
+
 
 class _Bus:
-    """Answers in turn; None: there is nobody."""
+    """Answers in turn; None: there is nobody; SILENT: whoever is there does not answer."""
 
     def __init__(self, *answers: str | None) -> None:
         self.asked: list[str] = []
@@ -24,6 +28,8 @@ class _Bus:
         self.asked.append(address.name.split(".")[2])
         if (answer := next(self._answers)) is None:
             raise fail(Code.NO_RESPONDERS, "nobody")
+        if answer == SILENT:
+            raise fail(Code.DEADLINE_EXCEEDED, "no answer")
         return Submitted(shard=answer)
 
 
@@ -35,5 +41,23 @@ def test_a_shard_that_was_gone_is_asked_again_when_all_others_are() -> None:
         bus: Any = _Bus(None, None, None, "e0")
         assert await place(bus, submit("r"), owner, lambda: False, lambda: "", 5.0) == "e0"
         assert bus.asked == ["e0", "e1", "any", "e0"]
+
+    run_virtual(main())
+
+
+def test_a_silent_shard_is_asked_again_by_the_same_id_and_no_other_one_is() -> None:
+    """It may have the request. Once that is another one's, that one is to know it by another id."""
+
+    async def asked(bus: Any, *owners: str) -> str:
+        turns = iter(owners)
+        return await place(bus, submit("r"), lambda tried: next(turns), lambda: False, lambda: "")
+
+    async def main() -> None:
+        assert await asked(_Bus(SILENT, SILENT, "e0"), "e0", "e0", "e0") == "e0"
+        for told in (SILENT, None):
+            bus = _Bus(SILENT, told)
+            with pytest.raises(Elsewhere):
+                await asked(bus, "e0", "e0", "e1")
+            assert bus.asked == ["e0", "e0"]
 
     run_virtual(main())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from msgspec import structs
@@ -111,10 +111,8 @@ class Clients(Actor):
             self._close(call, Failed(failure=error.failure), is_ours=True)
 
     async def _submit(self, call: Call, submission: Submission) -> None:
-        def owner(tried: Collection[str]) -> str:
-            return self._shards.owner(call.ask.id, tried, self.now_s())
-
-        await submit(self.bus, self._bulk, call, submission, owner)
+        owner = self._shards.owner_of(call.ask.id, self.now_s)
+        await submit(self.bus, self._bulk, call, submission, owner, submission.move)
 
     async def _resolve(self, call: Call) -> list[ImageResolved]:
         files = [file(image) for image in call.ask.images]

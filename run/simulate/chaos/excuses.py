@@ -51,7 +51,12 @@ def is_excused(call: Call, script: Script, began_s: float) -> bool:
             return True
     if call.ask.images:
         return failure.code in _UNSEEN and any(weight(fault, "vision", "entrypoint") for fault in faults)
-    return failure.code in _DISTURBED and sum(weight(fault) for fault in faults) >= ENOUGH
+    if failure.code not in _DISTURBED:
+        return False
+    left = {_role(fault.name) for fault in faults if isinstance(fault, Leave)}
+    if any(isinstance(fault, Hang) and _role(fault.name) in left for fault in faults):
+        return True  # the last of its role gives nobody anything, for longer than a request waits for room
+    return sum(weight(fault) for fault in faults) >= ENOUGH
 
 
 def weight(fault: Fault, *more: str) -> int:
@@ -61,12 +66,12 @@ def weight(fault: Fault, *more: str) -> int:
         case Messages(kind=kind):
             return ENOUGH if kind in ("asks", "answers") else 0
         case Kill(name=name):
-            role = name.partition("/")[0]
+            role = _role(name)
             if role == "quota" or role.endswith("-balancer"):
                 return ENOUGH
             return 1 if role in ("prefill", "decode", "entrypoint", *more) else 0
         case Stand(name=name) | Apart(name=name):
-            role = name.partition("/")[0]
+            role = _role(name)
             if role in ("entrypoint", "quota") or role.endswith("-balancer"):
                 return ENOUGH
             return 1 if role in ("prefill", "decode", *more) else 0
@@ -77,5 +82,9 @@ def weight(fault: Fault, *more: str) -> int:
         case Replace():  # what is sent there meanwhile is heard by both, and what one of them has is lost
             return 2
         case Leave(name=name):
-            return int(name.partition("/")[0] in more)
+            return int(_role(name) in more)
     return 0
+
+
+def _role(name: str) -> str:
+    return name.partition("/")[0]
