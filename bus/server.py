@@ -92,6 +92,10 @@ class ServerConfig:
             file.write(config.text())
         return config
 
+    def is_free(self) -> bool:
+        """Whether nobody listens on its port, by now."""
+        return _free_port(self.host, self.port) == self.port
+
     def url(self, user: User) -> str:
         """How this user connects."""
         return f"nats://{user.user}:{user.password}@{self.host}:{self.port}"

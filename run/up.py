@@ -12,6 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -49,6 +50,13 @@ STACK_SHUTDOWN_S = 2.2
 
 ANSWER_TIMEOUT_S = 30.0
 
+PORTS = 5
+"""So many are tried, as others take the broker's between its choice and its start."""
+
+
+class PortTaken(Exception):
+    """Somebody else listens on the port that was free a moment ago. Nothing runs."""
+
 
 class Stack:
     """The processes of a cluster beside their broker, as one supervised tree, and what it says on the terminal."""
@@ -79,7 +87,7 @@ class Stack:
         self._is_stopping = False
 
     async def run(self) -> int:
-        """Run until SIGINT or SIGTERM; the exit status. A second signal kills everything at once."""
+        """Run until SIGINT or SIGTERM; the exit status. A second signal kills everything at once. Raises PortTaken."""
         started_s = time.monotonic()
         children = [*self._broker_children(), Child("watch", self._watch.run), *self._nodes()]
         supervisor = self._root = Supervisor("shoal", children, intensity=INTENSITY, on_restart=self._on_restart)
@@ -103,6 +111,8 @@ class Stack:
             why = error.__context__ if isinstance(error, Stuck) else error  # it came of the end, and says nothing of it
             if not isinstance(why, GaveUp):
                 raise
+            if why.child == "broker" and self._broker and not self._is_up and not self._broker.is_free():
+                raise PortTaken from None
             self._explain(why)
             return 1
         finally:
@@ -330,7 +340,10 @@ def up(
             filename=home.log_path("up"), level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s"
         )
         settings = replace(settings, http_port=claim_port(settings.http_port))
-        return asyncio.run(Stack(specs, settings, home, console, ready_file, cluster).run())
+        for _ in range(PORTS):
+            with suppress(PortTaken):
+                return asyncio.run(Stack(specs, settings, home, console, ready_file, cluster).run())
+        raise SettingsError("others took each port that was free for the broker; try again")
     finally:
         ready_file.unlink(missing_ok=True)  # what it says is true no longer
         store.release()
