@@ -29,7 +29,9 @@ ENOUGH = 3
 _DISTURBED = frozenset({Code.WORKER_LOST, Code.NO_REPLICA, Code.OVERLOADED, Code.NO_RESPONDERS, Code.SHUTTING_DOWN})
 """What may come of faults that cannot all be made good. Never `internal`."""
 
-_NOBODY = frozenset({Code.NO_RESPONDERS, Code.SHUTTING_DOWN, Code.WORKER_LOST})
+_LATE = frozenset({Code.NO_RESPONDERS, Code.SHUTTING_DOWN, Code.WORKER_LOST, Code.OVERLOADED})
+"""The same of a request with a deadline whose shard is gone: it waits for another one no longer than that, and what is
+left of its time then may be too short."""
 
 _UNSEEN = _DISTURBED | {Code.VISION_ERROR}
 """The same of a request with images: what vision has of them is not kept for long."""
@@ -46,7 +48,7 @@ def is_excused(call: Call, script: Script, began_s: float) -> bool:
     first_s, last_s = call.begun_s - began_s, call.ended_s - began_s
     last_s += 1e-6  # what ends at once by a fault ends at its time, but for the rounding of a difference
     faults = [fault for fault in script.faults if fault.at_s <= last_s and first_s <= fault.at_s + ECHO_S]
-    if call.ask.deadline_s and failure.code in _NOBODY:  # it waits for a shard no longer than that
+    if call.ask.deadline_s and failure.code in _LATE:
         if any(getattr(fault, "name", "").startswith("entrypoint/") for fault in faults):
             return True
     if call.ask.images:
