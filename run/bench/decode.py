@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from typing import Literal
 
@@ -113,22 +113,25 @@ async def measure(
 
 @dataclass
 class Load:
-    """So many requests at a time for one engine, and what its steps came to."""
+    """So many requests at a time for one engine, and what its steps came to. `numbers`: which prompts, one after
+    another, from the first again after the last; `num_warm` steps are not counted."""
 
     engine: LocalEngine
     prompts: list[_Prompt]
     batch: int
+    numbers: Iterator[int] = field(default_factory=count)
+    num_warm: int = NUM_WARM
     spent_s: float = 0.0
     _steps_s: list[float] = field(default_factory=list)
     _cpu_s: float = 0.0
-    _num_warm: int = 0
     _sums: Counter[str] = field(default_factory=Counter)
     _left: dict[str, int] = field(default_factory=dict)
-    _keys: Iterator[int] = field(default_factory=count)
 
-    async def step(self) -> None:
-        """Bring in as many requests as are missing; then one step of all."""
+    async def step(self) -> bool:
+        """Bring in as many requests as are missing; then one step of all. False if there are none any more."""
         await self._fill()
+        if not self._left:
+            return False
         keys, before = list(self._left), self.engine.counts
         began_s, began_cpu_s = time.perf_counter(), time.process_time()
         new = await self.engine.decode(keys)
@@ -138,9 +141,9 @@ class Load:
             if self._left[key] <= 0 or self.engine.info.eos_token in tokens:
                 self.engine.free(key)
                 del self._left[key]
-        if self._num_warm < NUM_WARM:
-            self._num_warm += 1
-            return
+        if self.num_warm:
+            self.num_warm -= 1
+            return True
         self.spent_s += took_s
         self._cpu_s += cpu_s
         self._steps_s.append(took_s)
@@ -148,11 +151,11 @@ class Load:
             self._sums[name] += now - then
         self._sums["tokens"] += sum(map(len, new))
         self._sums["requests"] += len(keys)
+        return True
 
     async def _fill(self) -> None:
         chunks = []
-        while len(self._left) < self.batch:
-            number = next(self._keys)
+        for number in islice(self.numbers, self.batch - len(self._left)):
             prompt, key = self.prompts[number % len(self.prompts)], f"r{number}"
             room = len(prompt.tokens) + NUM_ANSWER
             admission = self.engine.admit(key, room, prompt.sampling, bounded_prompt=len(prompt.tokens))

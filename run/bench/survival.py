@@ -3,7 +3,8 @@
 All drafts are made and verified, each noted with the survival that the scheduler would have read from it before. Then
 it can be told what any threshold would have left out: drafts behind one that is left out are less likely still, and
 whatever follows a wrong one was in vain. And the scheduler itself runs, told that steps take what they would where rows
-are cheap: by so little longer for all drafts together.
+are cheap: by so little longer for all drafts together. Each run answers the same requests whole, so all give the same
+tokens: what differs is in how many steps, and verifying how many.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
@@ -30,14 +30,16 @@ from run.bench.decode import STEP_TOKENS, Load, Text, prompts_of
 from run.settings import Settings, SettingsError
 
 S = TypeVar("S", bound=Scheduler)
+Whole = dict[str, float]
+"""As of `Load.figures`."""
 
 BATCH = 16
-NUM_STEPS = 150
+NUM_REQUESTS = 160
 NUM_PASSES = 3
 """Of a size, that a scheduler has to know."""
 
 THRESHOLDS = (0.0, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
-PRICES = (0.01, 0.03, 0.05)
+PRICES = (0.02, 0.05, 0.1)
 """What all drafts of a step add to its time, as parts of it: those of accelerators that weights keep busy."""
 
 
@@ -63,25 +65,20 @@ class Noting(Scheduler):
 
 
 class Priced(Scheduler):
-    """Schedules for a machine whose steps take 1 s, and `price` seconds more with all drafts; `blocks`: how many drafts
-    of each were verified, and how many were right."""
+    """Schedules for a machine whose steps take 1 s, and `price` seconds more with all drafts."""
 
     nearly = 1.0  # rows of different numbers are as quick as others there
 
     def __init__(self, mode: Mode, temperatures: Floats, price: float) -> None:
         super().__init__(mode, temperatures)
-        self.blocks: list[tuple[int, int]] = []
-        for num_drafts in range(len(temperatures) + 1):
+        num_drafts = BATCH * len(temperatures)
+        for num_rows in range(1, BATCH + num_drafts + 1):
+            took_s = 1.0 + price * max(num_rows - BATCH, 0) / num_drafts
             for _ in range(NUM_PASSES):
-                num_rows = BATCH * (1 + num_drafts)
-                super().took(BATCH, 0.0, num_rows, 1.0 + price * num_drafts / len(temperatures))
+                super().took(min(num_rows, BATCH), 0.0, num_rows, took_s)
 
     def took(self, num_blocks: int, draft_s: float, num_rows: int, verify_s: float) -> None:
         """How long this machine takes does not matter."""
-
-    def learn(self, history: History, confidence: Floats, num_right: int) -> None:
-        self.blocks.append((len(confidence), num_right))
-        super().learn(history, confidence, num_right)
 
 
 def bench_survival(model: Path | None = None, /, *, json: bool = False, text: Text = "mixed") -> None:
@@ -98,24 +95,25 @@ def bench_survival(model: Path | None = None, /, *, json: bool = False, text: Te
     """
     folder = model or Settings.from_environment().model
     try:
-        blocks = asyncio.run(_run(folder, text, "fixed", Noting)).blocks
-        made = [asyncio.run(_run(folder, text, "scheduled", partial(Priced, price=price))) for price in PRICES]
+        noting, whole = asyncio.run(_run(folder, text, "fixed", Noting))
+        made = [asyncio.run(_run(folder, text, "scheduled", partial(Priced, price=price)))[1] for price in PRICES]
     except (ConfigError, CheckpointError) as error:
         raise SettingsError(str(error)) from None
-    found = {str(threshold): figures(blocks, threshold) for threshold in THRESHOLDS}
-    found |= {f"price {price}": priced(blocks, one.blocks) for price, one in zip(PRICES, made, strict=True)}
+    found = {str(threshold): figures(noting.blocks, threshold) for threshold in THRESHOLDS}
+    found |= {f"price {price}": against(whole, one) for price, one in zip(PRICES, made, strict=True)}
     if json:
         print(json_module.dumps(found))
         return
-    table = Table("survival", "verified", "accepted", "verified a token", title=f"{len(blocks)} blocks, {text} text")
+    title = f"{len(noting.blocks)} blocks, {text} text"
+    table = Table("survival", "verified", "accepted", "verified a token", title=title)
     for name, one in found.items():
         parts = (f"{one['verified']:+.1%}", f"{one['accepted']:+.1%}", f"{one['verified_per_token']:.2f}")
         table.add_row(name if name.startswith("price") else f"{float(name):.1%}", *parts)
     Console(width=None if sys.stdout.isatty() else 120).print(table)
 
 
-async def _run(folder: Path, text: Text, mode: Mode, kind: Callable[[Mode, Floats], S]) -> S:
-    """The scheduler of some steps of BATCH requests."""
+async def _run(folder: Path, text: Text, mode: Mode, kind: Callable[[Mode, Floats], S]) -> tuple[S, Whole]:
+    """The scheduler of NUM_REQUESTS requests, BATCH of them at a time, and what their steps came to."""
     made: list[S] = []
 
     def make(mode: Mode, temperatures: Floats) -> Scheduler:
@@ -124,39 +122,31 @@ async def _run(folder: Path, text: Text, mode: Mode, kind: Callable[[Mode, Float
 
     engine = LocalEngine(folder, num_slots=BATCH, max_step_tokens=STEP_TOKENS, drafts=mode, scheduler=make)
     await engine.start()
-    load = Load(engine, prompts_of(folder, text, engine.info.vocab_size), BATCH)
-    for _ in range(NUM_STEPS):
-        await load.step()
+    load = Load(engine, prompts_of(folder, text, engine.info.vocab_size), BATCH, iter(range(NUM_REQUESTS)), 0)
+    while await load.step():
+        pass
     await engine.close()
-    return made[0]
+    return made[0], load.figures()
 
 
 def figures(blocks: Sequence[tuple[Floats, int]], threshold: float) -> dict[str, float]:
-    """With drafts verified that survive at least so likely: changes of verified tokens and of accepted length against
-    all of them, and verified tokens for each that comes."""
-    lengths = np.array([len(survival) for survival, _ in blocks])
-    kept = np.array([int((survival >= threshold).sum()) for survival, _ in blocks])
-    right = np.array([num_right for _, num_right in blocks])
-    verified, accepted = _tokens(kept), _tokens(np.minimum(right, kept))
+    """With drafts verified that survive at least so likely: changes of the tokens verified for the same output, and of
+    accepted length, against all of them; and verified tokens for each that comes."""
+    lengths, right = [len(survival) for survival, _ in blocks], [num_right for _, num_right in blocks]
+    kept = [int((survival >= threshold).sum()) for survival, _ in blocks]
+    return against(_whole(lengths, right), _whole(kept, np.minimum(right, kept).tolist()))
+
+
+def against(whole: Whole, some: Whole) -> dict[str, float]:
+    """What `some` came to, whose requests gave the same tokens, against `whole`."""
     return {
-        "verified": verified / _tokens(lengths) - 1,
-        "accepted": accepted / _tokens(right) - 1,
-        "verified_per_token": verified / accepted,
+        "verified": some["verified_per_token"] / whole["verified_per_token"] - 1,
+        "accepted": some["accepted_length"] / whole["accepted_length"] - 1,
+        "verified_per_token": some["verified_per_token"],
     }
 
 
-def priced(blocks: Sequence[tuple[Floats, int]], scheduled: Sequence[tuple[int, int]]) -> dict[str, float]:
-    """The same of a run that was scheduled, for each request and step."""
-    lengths = np.array([len(survival) for survival, _ in blocks])
-    right = np.array([num_right for _, num_right in blocks])
-    kept, came = np.array(scheduled).T
-    verified, accepted = _tokens(kept) / len(kept), _tokens(came) / len(came)
-    return {
-        "verified": verified / (_tokens(lengths) / len(lengths)) - 1,
-        "accepted": accepted / (_tokens(right) / len(right)) - 1,
-        "verified_per_token": verified / accepted,
-    }
-
-
-def _tokens(drafts: npt.NDArray[np.int64]) -> int:
-    return int((1 + drafts).sum())
+def _whole(verified: Sequence[int], right: Sequence[int]) -> Whole:
+    """Of blocks: each has a row that is verified anyway, and gives a token."""
+    num, num_tokens = len(verified), len(right) + sum(right)
+    return {"verified_per_token": (num + sum(verified)) / num_tokens, "accepted_length": num_tokens / num}
