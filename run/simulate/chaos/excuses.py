@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from run.simulate.chaos.call import Call
 from run.simulate.chaos.clients import SOON_LIMITED
 from run.simulate.chaos.script import (
@@ -55,8 +57,7 @@ def is_excused(call: Call, script: Script, began_s: float) -> bool:
         return failure.code in _UNSEEN and any(weight(fault, "vision", "entrypoint") for fault in faults)
     if failure.code not in _DISTURBED:
         return False
-    left = {_role(fault.name) for fault in faults if isinstance(fault, Leave)}
-    if any(isinstance(fault, Hang) and _role(fault.name) in left for fault in faults):
+    if any(_others(fault, faults) for fault in faults if isinstance(fault, Hang)):
         return True  # the last of its role gives nobody anything, for longer than a request waits for room
     return sum(weight(fault) for fault in faults) >= ENOUGH
 
@@ -86,6 +87,12 @@ def weight(fault: Fault, *more: str) -> int:
         case Leave(name=name):
             return int(_role(name) in more)
     return 0
+
+
+def _others(hung: Hang, faults: Iterable[Fault]) -> bool:
+    """Whether something happened to others of its role, too: they have left, or wait in a group for the one that hangs."""
+    names = {getattr(fault, "name", "") for fault in faults} - {hung.name}
+    return _role(hung.name) in map(_role, names)
 
 
 def _role(name: str) -> str:
