@@ -90,7 +90,7 @@ def weight(fault: Fault, *more: str) -> int:
 
 
 def _others(hung: Hang, faults: Iterable[Fault]) -> bool:
-    """Whether something happened to others of its role, too: they have left, or wait in a group for the one that hangs."""
+    """Whether something happened to others of its role, too: they have left, or wait in a group for the hung one."""
     names = {getattr(fault, "name", "") for fault in faults} - {hung.name}
     return _role(hung.name) in map(_role, names)
 
