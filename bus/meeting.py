@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,6 +12,7 @@ from bus.actor import Envelope, Handler
 from bus.bus import Bus
 from bus.muster import Muster, News
 from bus.subjects import BROKEN, MEET_DECODE, MEET_PREFILL, PRESENT_DECODE, PRESENT_PREFILL, Subject
+from bus.waiting import wait
 from schemas.experts import GroupBroken, MeetRanks, RankPresent
 from schemas.message import Message, Role
 
@@ -163,8 +163,7 @@ class Meetings:
             if self._muster.is_hopeless(now_s):
                 await self._tell_lost([self._id], reason := "too few ranks are left")
                 raise GroupLost(f"{self._role} {self._id}: {reason}")
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._has_heard.wait(), LOOK_S)
+            await wait(self._has_heard, LOOK_S)
 
     async def _meet(self, member: Member, call: MeetRanks) -> bool:
         """Whether all have come. Who leads calls them until then."""

@@ -14,6 +14,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -172,21 +173,21 @@ async def wait_ready(config: ServerConfig, *, timeout_s: float = 10.0) -> None:
 
 
 def die_with_parent(sig: int = signal.SIGKILL) -> Callable[[], None]:
-    """A `preexec_fn`: the kernel sends the child `sig` when the thread that started it ends (Linux only).
+    """A `preexec_fn`, or the initializer of a pool's processes: the kernel sends the child `sig` when the thread that
+    started it ends (Linux only).
 
     Call it in the parent, for each child, and start children from the main thread.
     """
-    parent = os.getpid()
+    return partial(_die_with, os.getpid(), sig)
 
-    def in_child() -> None:
-        if _libc is None:
-            return
-        if _libc.prctl(_PR_SET_PDEATHSIG, sig, 0, 0, 0) != 0:
-            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-        if os.getppid() != parent:  # it ended before the call above
-            os._exit(1)
 
-    return in_child
+def _die_with(parent: int, sig: int) -> None:
+    if _libc is None:
+        return
+    if _libc.prctl(_PR_SET_PDEATHSIG, sig, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:  # it ended before the call above
+        os._exit(1)
 
 
 class EmbeddedServer:

@@ -39,6 +39,9 @@ _LEAST_GAIN = 1.0  # what a try without drafts is taken to cost at least, as a p
 _PATIENCE = 4  # as much rarer than new requests are other ones tried, and steps without drafts
 _NUM_ROUNDS = 4  # at most, until the best speed is found
 _SAME = 0.01  # as a part of it: near enough
+_NUM_TRIED = 8  # requests at most that a try drafts for: they tell of the others
+_UNEVEN = (1.0, 1.5)  # what a step of uneven lengths may take, against an even one of as many rows
+_LEARNED = 0.1  # of that, by each such step
 
 
 class _Record:
@@ -102,14 +105,19 @@ class History:
         self.blocks.add(block)
 
 
-def budget(survival: Floats, num_rows: int, draft_s: float, times: StepTimes) -> tuple[int, float]:
+def budget(
+    survival: Floats, num_rows: int, draft_s: float, times: StepTimes, uneven: float = 1.0
+) -> tuple[int, float]:
     """How many drafts to verify beside the `num_rows` that are verified anyway, and the tokens a second that gives.
 
-    survival: [drafts], descending; draft_s: what drafting took. The first of equally good ones. Spec §8.3: the argmax
-    of expected tokens times steps a second, here over all budgets.
+    survival: [drafts], descending; draft_s: what drafting took; uneven: what a step takes that verifies some of the
+    drafts, against what `times` tell of as many rows. The first of equally good ones. Spec §8.3: the argmax of expected
+    tokens times steps a second, here over all budgets.
     """
     tokens = num_rows + np.concatenate(([0.0], np.cumsum(survival)))
-    speeds = tokens / (draft_s + times.at(np.arange(num_rows, num_rows + len(tokens))))
+    steps_s = times.at(np.arange(num_rows, num_rows + len(tokens)))
+    steps_s[1:-1] *= uneven
+    speeds = tokens / (draft_s + steps_s)
     best = int(np.argmax(speeds))
     return best, float(speeds[best])
 
@@ -125,8 +133,8 @@ class Scheduler:
     temperatures: Floats
     verify_times: StepTimes = field(default_factory=StepTimes)
     draft_times: StepTimes = field(default_factory=StepTimes)
-    nearly: ClassVar[float] = 0.96
-    """Of the best speed is enough to take all: runs of one length are quicker than times of others tell."""
+    nearly: ClassVar[float] = 0.97
+    """Of the best speed is enough to take all: which are left out is not known so well."""
 
     def __post_init__(self) -> None:
         self._size = len(self.temperatures)
@@ -138,6 +146,7 @@ class Scheduler:
         self._is_due = True  # for another one
         self._drafts = False  # it was for drafting for somebody, and so for who is new
         self._num_in_vain = 0  # tries since that changed
+        self._uneven = 1.0  # as for `budget`: of late
 
     def choose(self, histories: Sequence[History], room: Sequence[int]) -> list[int]:
         """The requests to draft for, of those that a step feeds; `room`: the most drafts that each has room for."""
@@ -190,9 +199,10 @@ class Scheduler:
             if self._tries(_PATIENCE * max(self._gain - 1.0, _LEAST_GAIN) * plain_s):
                 return []
             return self._decided(histories, able)
-        tried, patience = (new, 1) if new else (able, _PATIENCE)
-        whole_s = float(self.verify_times.at(np.array([num + self._size * len(tried)]))[0])
-        self._is_whole = self._is_due = self._tries(patience * (float(drafts_s[len(tried) - 1]) + whole_s - plain_s))
+        longest = sorted(new or able, key=lambda number: -histories[number].idle)
+        tried, patience = sorted(longest[:_NUM_TRIED]), 1 if new else _PATIENCE
+        more_s = float(drafts_s[len(tried) - 1]) + row_s * self._size * len(tried)
+        self._is_whole = self._is_due = self._tries(patience * more_s)
         return tried if self._is_whole else []
 
     def admit(
@@ -216,7 +226,7 @@ class Scheduler:
         order = np.argsort(-flat, kind="stable")  # of equals the earlier place: what is taken are prefixes
         order = order[: sum(lengths)]
         draft_s = float(self.draft_times.at(np.array([len(lengths)]))[0])
-        num, speed = budget(flat[order], num_rows, draft_s, self.verify_times)
+        num, speed = budget(flat[order], num_rows, draft_s, self.verify_times, self._uneven)
         whole_s = draft_s + float(self.verify_times.at(np.array([num_rows + len(order)]))[0])
         if (num_rows + float(flat.sum())) / whole_s >= self.nearly * speed:
             num = len(order)
@@ -224,12 +234,18 @@ class Scheduler:
         taken = np.bincount(order[:num] // self._size, minlength=len(lengths))
         return taken.tolist(), confidence
 
-    def took(self, num_blocks: int, draft_s: float, num_rows: int, verify_s: float) -> None:
-        """How long a step took that drafted so many blocks and verified so many rows."""
-        if self.mode == "scheduled":
-            self.verify_times.add(num_rows, verify_s)
-            if num_blocks:
-                self.draft_times.add(num_blocks, draft_s)
+    def took(self, num_blocks: int, draft_s: float, lengths: Sequence[int], verify_s: float) -> None:
+        """How long a step took that drafted so many blocks, and verified so many rows of each request."""
+        if self.mode != "scheduled":
+            return
+        if num_blocks:
+            self.draft_times.add(num_blocks, draft_s)
+        if min(lengths) == max(lengths):
+            self.verify_times.add(sum(lengths), verify_s)
+        elif self.verify_times.knows_any():
+            ratio = verify_s / float(self.verify_times.at(np.array([sum(lengths)]))[0])
+            low, high = _UNEVEN
+            self._uneven += _LEARNED * (min(max(ratio, low), high) - self._uneven)
 
     def learn(self, history: History, confidence: Floats, num_right: int) -> None:
         """So many of a request's verified drafts were right, of `confidence` [drafts]."""
@@ -258,20 +274,24 @@ class Scheduler:
         plain = num_rows / plain_s
         speed = self._gain * plain
         for _ in range(_NUM_ROUNDS):
-            tokens, rows = _above(*survivals, speed * row_s)
-            worths = tokens - speed * row_s * rows
+            price = self._uneven * speed * row_s
+            tokens, rows = _above(*survivals, price)
+            worths = tokens - price * rows
             order = np.argsort(-worths, kind="stable")
             num = int(np.argmax(np.cumsum(worths[order]) - speed * drafts_s)) + 1
             best = order[:num]
-            found = (num_rows + tokens[best].sum()) / (plain_s + drafts_s[num - 1] + row_s * rows[best].sum())
+            took_s = drafts_s[num - 1] + self._uneven * (plain_s + row_s * rows[best].sum())
+            found = (num_rows + tokens[best].sum()) / took_s
             before, speed = speed, max(float(found), plain)
             if abs(speed - before) < _SAME * before:
                 break
-        if found <= plain:
+        some = (num_rows + tokens.sum()) / (drafts_s[-1] + self._uneven * (plain_s + row_s * rows.sum()))
+        tokens, rows = _above(*survivals, 0.0)
+        whole = float(max(some, (num_rows + tokens.sum()) / (drafts_s[-1] + plain_s + row_s * rows.sum())))
+        if max(found, whole) <= plain:
             return [], plain
-        whole = (num_rows + tokens.sum()) / (plain_s + drafts_s[-1] + row_s * rows.sum())
         is_enough = whole > max(self.nearly * speed, plain)
-        return (list(range(len(histories))) if is_enough else best.tolist()), speed
+        return (list(range(len(histories))) if is_enough else best.tolist()), max(speed, whole)
 
     def _survivals(self, histories: Sequence[History]) -> tuple[Floats, Counts, Floats]:
         """Of the last blocks of the requests that have some, [requests, blocks, places], the numbers of all requests'

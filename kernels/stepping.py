@@ -121,9 +121,8 @@ class Stepping:
         new = self._sample([*fed, *fresh], torch.cat(rows))
         if fed:
             self._count(fed, len(chosen), new)
-            self._scheduler.took(
-                len(chosen), drafted_s - began_s, sum(1 + len(run.drafted) for run in fed), self._clock() - drafted_s
-            )
+            lengths = [1 + len(run.drafted) for run in fed]
+            self._scheduler.took(len(chosen), drafted_s - began_s, lengths, self._clock() - drafted_s)
         return [new[request.slot] for request in requests]
 
     def _sample(self, runs: Sequence[_Run], rows: torch.Tensor) -> dict[int, list[int]]:

@@ -28,25 +28,29 @@ class StepTimes:
     def __init__(self) -> None:
         self._passes: dict[int, deque[tuple[int, float]]] = {}
         self._known: dict[int, tuple[float, float]] = {}  # size and time of each range that enough is known of
+        self._changed: set[int] = set()  # ranges with passes that are not counted in yet
         self._table: tuple[Floats, Floats] | None = None
 
     def add(self, size: int, took_s: float) -> None:
         """A pass of so many rows, one or more, took that long."""
         part = round(_PER_OCTAVE * math.log2(size))
-        passes = self._passes.setdefault(part, deque(maxlen=_NUM_KEPT))
-        passes.append((size, took_s))
-        if len(passes) >= _NUM_NEEDED:
-            sizes, times = zip(*passes, strict=True)
-            self._known[part] = (sum(sizes) / len(sizes), statistics.median(times))
-            self._table = None
+        self._passes.setdefault(part, deque(maxlen=_NUM_KEPT)).append((size, took_s))
+        self._changed.add(part)
 
     def knows(self, size: int) -> bool:
         """Whether passes of about that size were measured."""
+        self._count()
         return any(known <= size * _NEAR and known * _NEAR >= size for known, _ in self._known.values())
+
+    def knows_any(self) -> bool:
+        """Whether `at` can tell anything."""
+        self._count()
+        return bool(self._known)
 
     def at(self, sizes: npt.NDArray[np.int64]) -> Floats:
         """Seconds for each of `sizes`, ascending with them: along straight lines between those measured, as for the
         smallest below it, and beyond the largest along the line through both. Only once one was measured."""
+        self._count()
         if self._table is None:
             known, times = zip(*(one for _, one in sorted(self._known.items())), strict=True)
             self._table = np.array(known), _rising(times)
@@ -57,6 +61,16 @@ class StepTimes:
             row_s = (ys[-1] - ys[0]) / span if span else ys[-1] / xs[-1]
             found += row_s * np.maximum(sizes - xs[-1], 0.0)
         return np.asarray(found, dtype=np.float64)
+
+    def _count(self) -> None:
+        """Late, as most steps ask nothing."""
+        for part in self._changed:
+            passes = self._passes[part]
+            if len(passes) >= _NUM_NEEDED:
+                sizes, times = zip(*passes, strict=True)
+                self._known[part] = (sum(sizes) / len(sizes), statistics.median(times))
+                self._table = None
+        self._changed.clear()
 
 
 def _rising(values: Sequence[float]) -> Floats:

@@ -31,6 +31,7 @@ from bus.meeting import GroupOf
 from bus.ranks import Ranks
 from bus.snapshots import POOL_BYTES
 from bus.subjects import CANCEL_DECODE, HAND_OVER, RELEASE_DECODE, RESEND_DECODE, TOKENS, Address, Subject
+from bus.waiting import wait
 from kernels.engine import Admission, Engine, StateError
 from kernels.grouping import GroupError
 from schemas.failure import Code, Failure
@@ -264,8 +265,7 @@ class Decode(Actor):
                 await self._step(batch)
             elif running:
                 self._has_sent.clear()
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._has_sent.wait(), PAUSE_S)
+                await wait(self._has_sent, PAUSE_S)
                 self.wake()  # receipts may have been lost
             elif not self._arrivals and not self.slots.over():
                 self._has_work.clear()

@@ -75,9 +75,9 @@ class Priced(Scheduler):
         for num_rows in range(1, BATCH + num_drafts + 1):
             took_s = 1.0 + price * max(num_rows - BATCH, 0) / num_drafts
             for _ in range(NUM_PASSES):
-                super().took(min(num_rows, BATCH), 0.0, num_rows, took_s)
+                super().took(min(num_rows, BATCH), 0.0, [num_rows], took_s)
 
-    def took(self, num_blocks: int, draft_s: float, num_rows: int, verify_s: float) -> None:
+    def took(self, num_blocks: int, draft_s: float, lengths: Sequence[int], verify_s: float) -> None:
         """How long this machine takes does not matter."""
 
 

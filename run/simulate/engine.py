@@ -6,13 +6,13 @@ It keeps the Engine contract, with answers that are known beforehand: what a pol
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import random
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from bus.waiting import wait
 from kernels.constraint import Constraint, Logprobs
 from kernels.engine import Admission, Chunk, Counts, EngineInfo, ImageRows, Prefix, Sampling, Tokens
 from kernels.grouping import Member
@@ -157,9 +157,8 @@ class SimEngine:
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         if num_steps > 1:
-            with contextlib.suppress(TimeoutError):  # nothing happens: the usual case
-                async with asyncio.timeout(num_steps * step_s):
-                    await self._news.wait()
+            await wait(self._news, num_steps * step_s)
+            if self._news.is_set():
                 num_steps = min(num_steps, max(1, math.ceil((loop.time() - began_s) / step_s - 1e-9)))
         await asyncio.sleep(began_s + num_steps * step_s - loop.time())
         self.busy_s += num_steps * step_s

@@ -15,6 +15,7 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from bus.server import die_with_parent
 from run.settings import SettingsError
 from run.simulate.chaos import chance
 from run.simulate.chaos.history import History, run
@@ -129,7 +130,7 @@ def _many(seeds: range, processes: int, console: Console) -> Iterator[tuple[int,
     num_done = num_broken = 0
     with (
         Progress(*columns, console=console, transient=True) as bars,
-        ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool,
+        ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), die_with_parent()) as pool,
     ):
         bar, futures = bars.add_task("seeds", total=len(seeds)), {pool.submit(_some, part): part for part in parts}
         for done in as_completed(futures):

@@ -26,6 +26,9 @@ TICK_S = 0.5
 BOUND_S = 100.0
 """Every request ends so long after its deadline, or its arrival, or the last fault, whichever is last."""
 
+BACK_S = 300.0
+"""And everyone is back so long after the last fault."""
+
 QUIET_S = 150.0
 """So long after the last end all is at its baseline: the longest lease, twice."""
 
@@ -101,7 +104,12 @@ class _Run:
             else:
                 world.begin_fault(event)
         await self._until(world, clients, self._began_s + self._script.calm_s)
-        await world.calm()
+        try:
+            async with asyncio.timeout(BACK_S):
+                await world.calm()
+        except TimeoutError:
+            self._violate("bound", f"{', '.join(world.away)} did not end, or did not come back")
+        self._raise()
         while clients.open() or len(clients.calls) < len(self._script.asks):
             await self._until(world, clients, self._now_s + TICK_S)
         await self._settle(world, clients)

@@ -325,6 +325,11 @@ class ChaosWorld(World):
     def _loop(self) -> StandingLoop:
         return cast(StandingLoop, asyncio.get_running_loop())
 
+    @property
+    def away(self) -> list[str]:
+        """Who has not ended, or not come back."""
+        return [name for name in self.actors if not self.is_alive(name)]
+
     async def calm(self) -> None:
         """Return when what was killed is back."""
         while self._restarts:
