@@ -251,3 +251,26 @@ def test_a_history_is_what_was_dumped_of_it() -> None:
     for wrong in (numbers[:2], numbers[:-1], [*numbers[:3], float("nan"), *numbers[4:]], [-1.0, *numbers[1:]]):
         with pytest.raises(ValueError, match="history"):
             History.load(wrong, SIZE)
+
+
+def test_steps_of_uneven_lengths_are_dearer_by_what_they_took_of_late() -> None:
+    one = scheduler(0.001, 0.001)
+    survival = np.array([0.9, 0.9, 0.9, 0.5, 0.2, 0.2])
+    assert budget(survival, 2, 0.001, one.verify_times)[0] == 4
+    assert budget(survival, 2, 0.001, one.verify_times, 1.2)[0] == 6, "all are even again"
+    for _ in range(60):
+        one.took(2, 0.001, [3, 1], 1.2 * (0.01 + 4 * 0.001))
+    assert one._uneven == pytest.approx(1.2, abs=0.01)
+    assert one.verify_times.at(np.array([4]))[0] == pytest.approx(0.014), "even ones are not"
+    one.took(2, 0.001, [3, 1], 60.0)  # held up
+    assert one._uneven < 1.25
+
+
+def test_a_try_is_for_few_who_tell_of_the_others() -> None:
+    one, histories = scheduler(0.02, 0.01), [History() for _ in range(12)]
+    for history in histories * 3:
+        one._blocks.add(np.zeros(SIZE))
+        history.add(np.zeros(SIZE))
+    tried = [one.choose(histories, [SIZE] * 12) for _ in range(4000)]
+    assert {len(some) for some in tried} == {0, 8}
+    assert set().union(*tried) == set(range(12)), "each of them in its turn"
