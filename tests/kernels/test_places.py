@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kernels.places import check_places, first_places, near_places, num_redundant
@@ -32,6 +32,7 @@ def test_places_that_no_group_could_use() -> None:
         check_places(np.array([[0, 1], [2, 2]]), 3)
 
 
+@example((3, [[0], [0], [0, 1, 2]]), 0)
 @given(
     st.integers(1, 12).flatmap(
         lambda num: st.tuples(
@@ -47,13 +48,14 @@ def test_whatever_ranks_hold_there_are_places_for_all_and_who_has_room_loads_no_
     places = near_places(rows, num_experts, at_least)
     check_places(places, num_experts)
     assert near_places(places.tolist(), num_experts, at_least).tolist() == places.tolist()
-    missing = set(range(num_experts)).difference(*rows)
+    stayed = [set(row).intersection(mine) for row, mine in zip(rows, places.tolist(), strict=True)]
+    homeless = set(range(num_experts)).difference(*stayed)  # nobody has them, or who does has no room for them
     for row, mine in zip(rows, places.tolist(), strict=True):
         kept = [expert for expert in row if expert in mine]
         assert mine[: len(kept)] == kept
         loaded = set(mine).difference(row)
         dropped = set(row).difference(mine)
-        assert not dropped or loaded <= missing  # room is made for what nobody has, and for nothing else
+        assert not dropped or loaded <= homeless  # room is made for those, and for nothing else
 
 
 def test_a_group_that_shrinks_or_grows_loads_what_is_missing() -> None:
