@@ -138,7 +138,7 @@ def run_node(spec: ProcessSpec, settings: Settings, build: Build = build) -> NoR
     SIGTERM lets it see off what it has; SIGINT, or a second SIGTERM, ends it at once.
     """
     logging.basicConfig(
-        level=os.environ.get("SHOAL_LOG_LEVEL", "WARNING").upper(),
+        level=settings.log_level,
         format=f"%(asctime)s {spec.name} %(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )

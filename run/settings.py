@@ -20,6 +20,7 @@ DEFAULT_STORE_MB = 1024
 SNAPSHOT_SHARE = 64
 """Of the machine's memory, for each replica that keeps windows: a machine of a cluster has one, a laptop two."""
 MB = 1 << 20
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 DEFAULT_STEP_TIMEOUT_S = 15.0
 LONGEST_GRACE_S = 3600.0
 SMALLEST_SLAB_BYTES = 4 * MB
@@ -35,7 +36,8 @@ class SettingsError(ValueError):
 @dataclass(frozen=True)
 class Settings:
     """SHOAL_HTTP_PORT (0: any free one), SHOAL_HOST, SHOAL_API_KEYS, SHOAL_TENANTS, SHOAL_NATS_URL, SHOAL_HOME,
-    SHOAL_MODEL, SHOAL_STORE, SHOAL_STORE_MB, SHOAL_SNAPSHOT_MB, SHOAL_STEP_TIMEOUT_S, SHOAL_GRACE_S, SHOAL_DRAFTS.
+    SHOAL_MODEL, SHOAL_STORE, SHOAL_STORE_MB, SHOAL_SNAPSHOT_MB, SHOAL_STEP_TIMEOUT_S, SHOAL_GRACE_S, SHOAL_DRAFTS,
+    SHOAL_LOG_LEVEL (of nodes).
 
     `host` is where this process listens; without keys that is loopback unless SHOAL_HOST says otherwise, as it must
     inside a container. `nats_url` is empty when there is no broker yet. `model` is an existing folder.
@@ -59,6 +61,7 @@ class Settings:
     tenants_path: Path | None = None
     drafts: Drafts = "scheduled"
     grace_s: float = GRACE_S
+    log_level: str = "WARNING"
 
     def tenants(self) -> Tenants:
         """What the tenants file says now; no tenants without one. Raises SettingsError."""
@@ -90,6 +93,7 @@ class Settings:
             tenants_path=Path(tenants).absolute() if (tenants := environment.get("SHOAL_TENANTS", "")) else None,
             drafts=_drafts(environment.get("SHOAL_DRAFTS", "")),
             grace_s=grace_s("SHOAL_GRACE_S", environment.get("SHOAL_GRACE_S", "")),
+            log_level=_log_level(environment.get("SHOAL_LOG_LEVEL", "")),
         )
 
 
@@ -127,6 +131,12 @@ def _step_timeout_s(text: str) -> float:
     if not (text.isascii() and text.isdecimal() and len(text) <= 6) or int(text) < 1:
         raise SettingsError(f"SHOAL_STEP_TIMEOUT_S={text}: not a time; set whole seconds, 1 or more")
     return float(text)
+
+
+def _log_level(text: str) -> str:
+    if (level := text.upper() or "WARNING") not in LOG_LEVELS:
+        raise SettingsError(f"SHOAL_LOG_LEVEL={text}: not a level; set one of {', '.join(LOG_LEVELS)}")
+    return level
 
 
 def grace_s(name: str, text: str) -> float:

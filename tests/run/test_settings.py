@@ -87,3 +87,9 @@ def test_the_grace_is_a_time() -> None:
     for text in ("-1", "3601", "nan", "soon"):
         with pytest.raises(SettingsError, match=f"SHOAL_GRACE_S={text}: not a time; set seconds, from 0 to 3600"):
             Settings.from_environment({"SHOAL_GRACE_S": text})
+
+
+def test_a_level_of_the_log_is_one() -> None:
+    assert Settings.from_environment({"SHOAL_LOG_LEVEL": "debug"}).log_level == "DEBUG"
+    with pytest.raises(SettingsError, match="SHOAL_LOG_LEVEL=bogus: not a level; set one of DEBUG"):
+        Settings.from_environment({"SHOAL_LOG_LEVEL": "bogus"})

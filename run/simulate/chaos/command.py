@@ -65,7 +65,7 @@ def chaos(
     first
         The first of them.
     seed
-        This one only; its history is told.
+        This one only, whatever else is said; its history is told.
     script
         In place of a seed: a script from this file, as they are printed.
     processes
