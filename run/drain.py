@@ -9,11 +9,11 @@ from rich.console import Console
 
 from bus.actor import LAST_S
 from bus.bus import Bus, BusError, Delivery, decoder
-from bus.subjects import LOAD, drain, ping
+from bus.subjects import EXITED, LOAD, drain, ping
 from run.cluster import Member
 from run.health import CHECK_TIMEOUT_S, on_bus
 from run.node import LEAVING
-from schemas.liveness import Drain, Ping
+from schemas.liveness import Drain, Ping, ProcessExited
 from schemas.routing import LoadReported
 
 
@@ -46,11 +46,28 @@ async def _drain(bus: Bus, member: Member, grace_s: float, console: Console) -> 
         if (report.id, report.incarnation) == (member.id, pong.incarnation):
             say(report)
 
+    has_ended = asyncio.Event()
+
+    def on_exit(delivery: Delivery) -> None:
+        if str(member) in decoder(ProcessExited).decode(delivery.body).members:
+            has_ended.set()
+
     await bus.wire.subscribe(LOAD.at(member.role).name, on_delivery)
+    await bus.wire.subscribe(EXITED.all().name, on_exit)
     wanted = Drain(grace_s=grace_s, incarnation=pong.incarnation)
-    last = await bus.ask(drain(member.role).at(member.id), wanted, timeout_s=grace_s + LAST_S + CHECK_TIMEOUT_S)
-    say(last)
-    return 1 if num_left(last) else 0
+    timeout_s = grace_s + LAST_S + CHECK_TIMEOUT_S
+    asking = asyncio.create_task(bus.ask(drain(member.role).at(member.id), wanted, timeout_s=timeout_s))
+    ending = asyncio.create_task(has_ended.wait())
+    try:
+        await asyncio.wait([asking, ending], return_when=asyncio.FIRST_COMPLETED)
+        if not asking.done():
+            console.print(f"{member}: ended before it had left: what it held is computed anew", soft_wrap=True)
+            return 1
+        say(asking.result())
+        return 1 if num_left(asking.result()) else 0
+    finally:
+        asking.cancel()
+        ending.cancel()
 
 
 def num_left(report: LoadReported) -> int:
