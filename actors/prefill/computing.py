@@ -51,20 +51,18 @@ async def measure(engine: Engine, meter: Meter, step: Step = _alone) -> None:
 
 async def _took_ns(engine: Engine, prompt: Prompt, step: Step) -> list[int]:
     """What each step of a dummy prompt takes; none at all when the engine has no room for it."""
-    num_tokens, took_ns, quarter = prompt.num_tokens, list[int](), engine.info.vocab_size // 4
-    if engine.admit(_KEY, num_tokens, _GREEDY, bounded_prompt=num_tokens) is not Admission.OK:
-        return []
-    try:
-        for num_tokens in prompt.chunks:
-            # Not all the same, as experts are chosen by token; and none of the first and last ones, which are for
-            # control, or stand for images that are not there.
-            tokens = quarter + np.arange(num_tokens, dtype=np.uint32) % max(quarter, 1)
-            took_ns.append(await step(engine.prefill([Chunk(_KEY, tokens)])))
-    except GroupError:  # a rank went, or came: those that are there have met again
-        engine.free(_KEY)
-        return await _took_ns(engine, prompt, step)
-    engine.free(_KEY)
-    return took_ns
+    quarter = engine.info.vocab_size // 4
+    # Not all the same, as experts are chosen by token; and none of the first and last ones, which are for control, or
+    # stand for images that are not there.
+    chunks = [quarter + np.arange(num_tokens, dtype=np.uint32) % max(quarter, 1) for num_tokens in prompt.chunks]
+    while engine.admit(_KEY, prompt.num_tokens, _GREEDY, bounded_prompt=prompt.num_tokens) is Admission.OK:
+        try:
+            return [await step(engine.prefill([Chunk(_KEY, tokens)])) for tokens in chunks]
+        except GroupError:  # a rank went, or came: those that are there have met again
+            continue
+        finally:
+            engine.free(_KEY)
+    return []
 
 
 async def compute(engine: Engine, batch: Batch, step: Sequence[tuple[Job, Chunk]]) -> None:
