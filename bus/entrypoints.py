@@ -119,13 +119,14 @@ async def submit(
 
     `rename`: it is to have another id, as a shard that may have it by this one is silent; False if that was too often.
     """
-    request.is_placing, patience_s = True, submission.patience_s(bus.seams.clock_ns())
+    request.is_placing = True
     again = GONE if submission.is_new else (*GONE, Code.OVERLOADED)
     try:
         while True:
             try:
                 async with offered(bulk, submission.text) as text:
                     message, is_over = submission.message(text), lambda: request.is_cancelled
+                    patience_s = submission.patience_s(bus.seams.clock_ns())
                     request.shard = await place(bus, message, owner, is_over, lambda: request.shard, patience_s, again)
                 break
             except Elsewhere:
