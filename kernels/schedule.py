@@ -147,6 +147,8 @@ class Scheduler:
         self._drafts = False  # it was for drafting for somebody, and so for who is new
         self._num_in_vain = 0  # tries since that changed
         self._uneven = 1.0  # as for `budget`: of late
+        self._allowed = float(self._size)  # drafts of a block, when all were verified: there is room, or a constraint
+        self._is_sought = False  # how long a step takes that verifies all
 
     def choose(self, histories: Sequence[History], room: Sequence[int]) -> list[int]:
         """The requests to draft for, of those that a step feeds; `room`: the most drafts that each has room for."""
@@ -173,11 +175,12 @@ class Scheduler:
         return [number for number, one in zip(able, is_chosen, strict=True) if one or (one is None and self._drafts)]
 
     def _decide(self, histories: Sequence[History], able: list[int]) -> list[int]:
-        num, full = len(histories), len(histories) + self._size * len(able)
+        num, full = len(histories), len(histories) + max(1, round(self._allowed * len(able)))
         num_held, self._num_held, self._is_due, self._is_whole = self._num_held, 0, True, False
         if not self.verify_times.knows(num):
             return []
-        if not self.draft_times.knows(len(able)) or not self.verify_times.knows(full):
+        self._is_sought = not self.verify_times.knows(full)
+        if self._is_sought or not self.draft_times.knows(len(able)):
             self._is_whole = True
             return able
         plain_s, full_s = self.verify_times.at(np.array([num, full])).tolist()
@@ -219,6 +222,7 @@ class Scheduler:
             history.add(block)
             self._blocks.add(block)
         if self._is_whole:
+            self._allowed = sum(lengths) / len(lengths)
             return list(lengths), confidence
         survival = self.survival(confidence, histories)
         survival[np.arange(self._size) >= np.array(lengths)[:, None]] = 0.0
@@ -240,9 +244,9 @@ class Scheduler:
             return
         if num_blocks:
             self.draft_times.add(num_blocks, draft_s)
-        if min(lengths) == max(lengths):
+        if self._is_sought or min(lengths) == max(lengths):
             self.verify_times.add(sum(lengths), verify_s)
-        elif self.verify_times.knows_any():
+        else:
             ratio = verify_s / float(self.verify_times.at(np.array([sum(lengths)]))[0])
             low, high = _UNEVEN
             self._uneven += _LEARNED * (min(max(ratio, low), high) - self._uneven)

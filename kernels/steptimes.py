@@ -42,11 +42,6 @@ class StepTimes:
         self._count()
         return any(known <= size * _NEAR and known * _NEAR >= size for known, _ in self._known.values())
 
-    def knows_any(self) -> bool:
-        """Whether `at` can tell anything."""
-        self._count()
-        return bool(self._known)
-
     def at(self, sizes: npt.NDArray[np.int64]) -> Floats:
         """Seconds for each of `sizes`, ascending with them: along straight lines between those measured, as for the
         smallest below it, and beyond the largest along the line through both. Only once one was measured."""

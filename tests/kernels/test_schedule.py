@@ -232,6 +232,23 @@ def test_times_that_nobody_knows_are_found_out() -> None:
     assert one.verify_times.knows(3) and one.verify_times.knows(18) and one.draft_times.knows(3)
 
 
+@pytest.mark.parametrize("allowed", [[5, 5, 5, 2], [2] * 4, [0] * 4, [5, 5, 1, 0]])
+def test_times_are_found_out_of_drafts_that_constraints_cut(allowed: list[int]) -> None:
+    """No step is ever of all drafts, nor an even one; drafts that are worth nothing are not made for ever."""
+    one, histories = Scheduler("scheduled", np.ones(SIZE)), [History() for _ in allowed]
+    chosen = list[list[int]]()
+    for _ in range(60):
+        lengths, chosen = [1] * len(allowed), [*chosen, one.choose(histories, [SIZE] * len(allowed))]
+        if chosen[-1]:
+            assert len(chosen[-1]) == len(allowed)
+            verified, sure = one.admit(np.array([UNSURE] * len(allowed)), allowed, histories, len(allowed))
+            lengths = [1 + num for num in verified]
+            for history, num, confidence in zip(histories, verified, sure, strict=True):
+                one.learn(history, confidence[:num], 0)
+        one.took(len(chosen[-1]), 0.01, lengths, 0.01 + 0.01 * sum(lengths))
+    assert 3 <= sum(map(bool, chosen)) <= 6
+
+
 def test_fixed_drafts_for_all_that_have_room_and_off_for_none() -> None:
     histories = [History() for _ in range(3)]
     fixed, off = (scheduler(1.0, 1.0, mode) for mode in ("fixed", "off"))
