@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from actors.entrypoint.actor import ROUTE_PATIENCE_S
 from run.simulate.chaos.call import Call
 from run.simulate.chaos.clients import SOON_LIMITED
 from run.simulate.chaos.script import (
@@ -57,8 +58,8 @@ def is_excused(call: Call, script: Script, began_s: float) -> bool:
         return failure.code in _UNSEEN and any(weight(fault, "vision", "entrypoint") for fault in faults)
     if failure.code not in _DISTURBED:
         return False
-    if any(_others(fault, faults) for fault in faults if isinstance(fault, Hang)):
-        return True  # the last of its role gives nobody anything, for longer than a request waits for room
+    if any(_is_all_away(script.shape.group, fault, faults) for fault in faults):
+        return True
     return sum(weight(fault) for fault in faults) >= ENOUGH
 
 
@@ -89,10 +90,13 @@ def weight(fault: Fault, *more: str) -> int:
     return 0
 
 
-def _others(hung: Hang, faults: Iterable[Fault]) -> bool:
-    """Whether something happened to others of its role, too: they have left, or wait in a group for the hung one."""
-    names = {getattr(fault, "name", "") for fault in faults} - {hung.name}
-    return _role(hung.name) in map(_role, names)
+def _is_all_away(group: str, hung: Fault, faults: Iterable[Fault]) -> bool:
+    """Whether a rank of the group hangs for longer than a request waits for room, and something happened to another
+    one, too: it has left, or waits for the one that hangs."""
+    if not isinstance(hung, Hang) or _role(hung.name) != group or hung.for_s <= ROUTE_PATIENCE_S:
+        return False
+    others = {getattr(fault, "name", "") for fault in faults if weight(fault, group)} - {hung.name}
+    return group in map(_role, others)
 
 
 def _role(name: str) -> str:
