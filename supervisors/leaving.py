@@ -23,7 +23,7 @@ log = logging.getLogger("shoal.leaving")
 
 PATIENCE_S = 2.0
 """How long a request looks for a replica with room: computing it anew from cached blocks takes little longer. Once one
-found nobody, those after it look, and do not wait."""
+found nobody, those after it look, and do not wait. One that can hardly be computed anew looks for as long as it can."""
 
 ASK_S = 2.0
 PAUSE_S = 0.01
@@ -84,7 +84,8 @@ class Leaving:
         fate = Fate.GIVEN_BACK
         try:
             if state and await self._is_known(last, offering):
-                patience_s = min(self._patience_s, self.grace.left_s(self._now_s()))
+                left_s = self.grace.left_s(self._now_s())
+                patience_s = left_s if last.is_protected else min(self._patience_s, left_s)
                 await offering.place(_route(last), patience_s)
                 fate = Fate.MOVED if offering.is_taken else fate
         except BusError as error:

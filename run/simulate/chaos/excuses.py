@@ -21,7 +21,9 @@ from run.simulate.chaos.script import (
     Stand,
 )
 from schemas.failure import Code
+from schemas.message import Role
 from schemas.request import Failed
+from supervisors.grace import MOVING_S
 
 ECHO_S = 60.0
 """So long after a fault something may still come of it."""
@@ -55,7 +57,8 @@ def is_excused(call: Call, script: Script, began_s: float) -> bool:
         if any(getattr(fault, "name", "").startswith("entrypoint/") for fault in faults):
             return True
     if call.ask.images:
-        return failure.code in _UNSEEN and any(weight(fault, "vision", "entrypoint") for fault in faults)
+        is_lost = any(weight(fault, "vision", "entrypoint") or _found_nobody(fault, last_s) for fault in faults)
+        return failure.code in _UNSEEN and is_lost
     if failure.code not in _DISTURBED:
         return False
     if any(_is_all_away(script.shape.group, fault, faults) for fault in faults):
@@ -97,6 +100,13 @@ def _is_all_away(group: str, hung: Fault, faults: Iterable[Fault]) -> bool:
         return False
     others = {getattr(fault, "name", "") for fault in faults if weight(fault, group)} - {hung.name}
     return group in map(_role, others)
+
+
+def _found_nobody(fault: Fault, last_s: float) -> bool:
+    """Whether it may be a decode replica's that has left, for which no other one had room in all that time."""
+    if not isinstance(fault, Leave) or _role(fault.name) != Role.DECODE:
+        return False
+    return last_s >= fault.at_s + fault.grace_s + MOVING_S
 
 
 def _role(name: str) -> str:
