@@ -147,7 +147,7 @@ class Scheduler:
         self._drafts = False  # it was for drafting for somebody, and so for who is new
         self._num_in_vain = 0  # tries since that changed
         self._uneven = 1.0  # as for `budget`: of late
-        self._allowed = float(self._size)  # drafts of a block, when all were verified: there is room, or a constraint
+        self._allowed = float(self._size)  # drafts of a block that could be verified, when all were
         self._is_sought = False  # how long a step takes that verifies all
 
     def choose(self, histories: Sequence[History], room: Sequence[int]) -> list[int]:
@@ -218,15 +218,15 @@ class Scheduler:
         confidence = _sigmoid(np.where(np.isnan(raw), 0.0, raw) / self.temperatures)
         if self.mode != "scheduled":
             return list(lengths), confidence
-        for history, block in zip(histories, confidence, strict=True):
+        allowed = np.arange(self._size) < np.array(lengths)[:, None]
+        # Those that cannot be verified are worth nothing.
+        for history, block in zip(histories, confidence * allowed, strict=True):
             history.add(block)
             self._blocks.add(block)
         if self._is_whole:
             self._allowed = sum(lengths) / len(lengths)
             return list(lengths), confidence
-        survival = self.survival(confidence, histories)
-        survival[np.arange(self._size) >= np.array(lengths)[:, None]] = 0.0
-        flat = survival.ravel()
+        flat = (self.survival(confidence, histories) * allowed).ravel()
         order = np.argsort(-flat, kind="stable")  # of equals the earlier place: what is taken are prefixes
         order = order[: sum(lengths)]
         draft_s = float(self.draft_times.at(np.array([len(lengths)]))[0])

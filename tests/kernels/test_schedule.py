@@ -249,6 +249,16 @@ def test_times_are_found_out_of_drafts_that_constraints_cut(allowed: list[int]) 
     assert 3 <= sum(map(bool, chosen)) <= 6
 
 
+def test_sure_drafts_that_a_constraint_forbids_are_worth_nothing() -> None:
+    for allowed, most in ((0, 3), (SIZE, 60)):
+        one, histories, chosen = scheduler(0.001, 0.002), [History() for _ in range(2)], list[list[int]]()
+        for _ in range(60):
+            chosen.append(one.choose(histories, [SIZE] * 2))
+            if chosen[-1]:
+                one.admit(np.array([SURE] * 2), [allowed] * 2, histories, 2)
+        assert most - 2 <= sum(map(bool, chosen)) <= most
+
+
 def test_fixed_drafts_for_all_that_have_room_and_off_for_none() -> None:
     histories = [History() for _ in range(3)]
     fixed, off = (scheduler(1.0, 1.0, mode) for mode in ("fixed", "off"))
