@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
+from msgspec import structs
 
 from run.simulate.chaos.call import Call
 from run.simulate.chaos.excuses import is_excused
@@ -34,7 +37,28 @@ LEFT = Leave(at_s=1.0, name="decode/d1", grace_s=0.0)
 def test_a_rank_that_hangs_is_an_excuse_where_no_other_one_is_left(
     faults: list[Fault], shape: Shape, is_one: bool
 ) -> None:
-    ask = Ask(at_s=0.5, id="r0", text=0, num_tokens=5, max_tokens=1)
-    call = Call(ask, answers([ask])["r0"], begun_s=0.5, heard_s=0.5, ended_s=40.0)
-    call.end = Failed(failure=Failure(code=Code.OVERLOADED, message="full"))
-    assert is_excused(call, Script(0, shape, [ask], faults), 0.0) is is_one
+    assert excused(Code.OVERLOADED, shape, faults, 0.5, 40.0) is is_one
+
+
+@pytest.mark.parametrize(
+    ("code", "begun_s", "ended_s", "is_one"),
+    [
+        (Code.VISION_ERROR, 0.5, 10.0, True),
+        (Code.VISION_ERROR, 0.5, 8.0, False),
+        (Code.VISION_ERROR, 20.0, 21.0, False),
+        (Code.WORKER_LOST, 0.5, 10.0, False),
+    ],
+)
+def test_images_are_lost_with_a_replica_that_leaves_and_nothing_else_is(
+    code: Code, begun_s: float, ended_s: float, is_one: bool
+) -> None:
+    assert excused(code, Shape(vision=1), [LEFT], begun_s, ended_s, images=[0]) is is_one
+
+
+def excused(
+    code: Code, shape: Shape, faults: list[Fault], begun_s: float, ended_s: float, images: Sequence[int] = ()
+) -> bool:
+    ask = Ask(at_s=begun_s, id="r0", text=0, num_tokens=5, max_tokens=1)
+    call = Call(ask, answers([ask])["r0"], begun_s=begun_s, heard_s=begun_s, ended_s=ended_s)
+    call.ask, call.end = structs.replace(ask, images=list(images)), Failed(failure=Failure(code=code, message="no"))
+    return is_excused(call, Script(0, shape, [ask], faults), 0.0)

@@ -57,8 +57,9 @@ def is_excused(call: Call, script: Script, began_s: float) -> bool:
         if any(getattr(fault, "name", "").startswith("entrypoint/") for fault in faults):
             return True
     if call.ask.images:
-        is_lost = any(weight(fault, "vision", "entrypoint") or _found_nobody(fault, last_s) for fault in faults)
-        return failure.code in _UNSEEN and is_lost
+        if failure.code is Code.VISION_ERROR and any(_found_nobody(fault, first_s, last_s) for fault in faults):
+            return True
+        return failure.code in _UNSEEN and any(weight(fault, "vision", "entrypoint") for fault in faults)
     if failure.code not in _DISTURBED:
         return False
     if any(_is_all_away(script.shape.group, fault, faults) for fault in faults):
@@ -102,11 +103,11 @@ def _is_all_away(group: str, hung: Fault, faults: Iterable[Fault]) -> bool:
     return group in map(_role, others)
 
 
-def _found_nobody(fault: Fault, last_s: float) -> bool:
+def _found_nobody(fault: Fault, first_s: float, last_s: float) -> bool:
     """Whether it may be a decode replica's that has left, for which no other one had room in all that time."""
     if not isinstance(fault, Leave) or _role(fault.name) != Role.DECODE:
         return False
-    return last_s >= fault.at_s + fault.grace_s + MOVING_S
+    return first_s <= fault.at_s + fault.grace_s + MOVING_S <= last_s
 
 
 def _role(name: str) -> str:
