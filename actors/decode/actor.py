@@ -210,7 +210,7 @@ class Decode(Actor):
 
     async def _see_off(self) -> None:
         """Those whose turn it is to leave are taken out of the engine. Only between steps."""
-        turn = self._leaving.turn([one.id for one in self.slots.running()])
+        turn = self._leaving.turn([one.id for one in sorted(self.slots.running(), key=lambda g: g.offer.is_protected)])
         for generation in [one for one in self.slots if one.id in turn]:
             generation.is_leaving, state = True, b""
             with contextlib.suppress(ValueError):  # its numbers overflowed: it fails where it is computed anew

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from actors.decode.actor import Decode
+from actors.entrypoint.request import Request
 from actors.prefill.actor import Prefill
 from actors.recipe.grammar import Asked
 from actors.rules.chain import chain, root
@@ -102,6 +103,27 @@ def test_a_replica_that_leaves_under_load_loses_nothing() -> None:
                 said = system.listener.logprobs[one.request_id]
                 assert sum(len(logprobs.sampled) for logprobs in said) == len(expected[one.request_id])
             assert await quiet(system) == {}
+
+    run_virtual(main())
+
+
+def test_those_that_wait_for_room_until_the_end_are_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them than are frozen at a time, and none that another replica has room for: they keep nobody here."""
+    is_large = [f"r{i}" for i in range(AT_ONCE)]
+    monkeypatch.setattr(Request, "is_protected", property(lambda self: self.id in is_large))
+
+    async def main() -> None:
+        async with core(1, 0, SLOW) as system:
+            await system.with_decode("d0", SLOW, num_slots=8)
+            running = [asyncio.create_task(system.finish(submit(id, 300, 600))) for id in is_large]
+            await until(lambda: len(decode(system).slots.running()) == AT_ONCE)
+            running.append(asyncio.create_task(system.finish(submit("small", 20, 200))))
+            await until(lambda: len(decode(system).slots.running()) == AT_ONCE + 1)
+            await system.with_decode("d1", SLOW, num_slots=1, max_tokens=256)
+            await decode(system).leave(0.0)
+            assert fates(system) == {"MOVED": 1, "GIVEN_BACK": AT_ONCE} and (await running[-1])[1] == LENGTH
+            await system.with_decode("d2", SLOW)
+            assert {end for _, end in await asyncio.gather(*running)} == {LENGTH}
 
     run_virtual(main())
 
