@@ -159,14 +159,14 @@ def resend_answer(source: str, resend: Resend, find: Callable[[str], Held | None
     """One message with as much as fits of what was asked for.
 
     What did not fit is left out from the back, ends of cut requests included: the asker sees the gap and asks again. A
-    request that `find` does not know ends as `worker_lost`: whoever held it has restarted since. So does one whose
-    logprobs are asked for when they are not kept any more.
+    request that `find` does not know ends as `worker_lost`: whoever held it has restarted since. So does one that was
+    held under an earlier epoch only, and one whose logprobs are asked for when they are not kept any more.
     """
     room = MAX_TOKENS
     emission = Emission(source)
     for request_id, first, epoch in zip(resend.request_ids, resend.first_indexes, resend.epochs, strict=True):
         held = find(request_id)
-        if held is None:
+        if held is None or 0 < held.epoch < epoch:  # 0: its claim is not answered yet
             emission.add(request_id, epoch, first, [], _lost(f"{source} does not hold this request (any more)"))
             continue
         _, tokens, end, kept, start = held

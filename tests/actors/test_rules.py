@@ -117,12 +117,19 @@ class TestEmission:
 
 
 class TestResend:
-    def test_unknown_requests_end_as_lost_under_the_epoch_asked_with(self) -> None:
+    @pytest.mark.parametrize("held", [None, Held(8, [5, 5, 5, 5], None), Held(8, [5], STOP)])
+    def test_requests_that_are_not_held_end_as_lost_under_the_epoch_asked_with(self, held: Held | None) -> None:
+        """Unknown ones, and those of an owner that is over: whoever asks would ask for ever."""
         asked = Resend(request_ids=["gone"], first_indexes=[3], epochs=[9])
-        message = resend_answer("decode/d0", asked, lambda _: None)
+        message = resend_answer("decode/d0", asked, lambda _: held)
         assert message.epochs == [9]
         ((index, end),) = message.ends
         assert index == 0 and isinstance(end, Failed) and end.failure.code is Code.WORKER_LOST
+
+    def test_one_that_waits_for_the_answer_to_its_claim_is_not_lost(self) -> None:
+        asked = Resend(request_ids=["a"], first_indexes=[3], epochs=[9])
+        message = resend_answer("decode/d0", asked, lambda _: Held(0, [5, 5, 5, 5], None))
+        assert (message.epochs, message.ends) == ([0], [])
 
     def test_tokens_from_the_index_asked_for_and_the_end(self) -> None:
         asked = Resend(request_ids=["a"], first_indexes=[2], epochs=[1])

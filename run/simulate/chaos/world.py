@@ -265,7 +265,9 @@ class ChaosWorld(World):
             self._kill(name, 0.1, True)
 
     async def _leave(self, fault: Leave) -> None:
-        name, wire, task = fault.name, self.wire(fault.name), self.tasks[fault.name]
+        name, wire, task = fault.name, self.wire(fault.name), self.tasks.get(fault.name)
+        if task is None:
+            return  # it was killed at this very moment
         context = contextvars.copy_context()
         context.run(OWNER.set, wire)
         await asyncio.create_task(self.actors[name].leave(fault.grace_s), context=context)
