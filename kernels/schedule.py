@@ -39,7 +39,6 @@ _LEAST_GAIN = 1.0  # what a try without drafts is taken to cost at least, as a p
 _PATIENCE = 4  # as much rarer than new requests are other ones tried, and steps without drafts
 _NUM_ROUNDS = 4  # at most, until the best speed is found
 _SAME = 0.01  # as a part of it: near enough
-_NUM_TRIED = 8  # requests at most that a try drafts for: they tell of the others
 _UNEVEN = (1.0, 1.5)  # what a step of uneven lengths may take, against an even one of as many rows
 _LEARNED = 0.1  # of that, by each such step
 
@@ -202,8 +201,7 @@ class Scheduler:
             if self._tries(_PATIENCE * max(self._gain - 1.0, _LEAST_GAIN) * plain_s):
                 return []
             return self._decided(histories, able)
-        longest = sorted(new or able, key=lambda number: -histories[number].idle)
-        tried, patience = sorted(longest[:_NUM_TRIED]), 1 if new else _PATIENCE
+        tried, patience = (new, 1) if new else (able, _PATIENCE)
         more_s = float(drafts_s[len(tried) - 1]) + row_s * self._size * len(tried)
         self._is_whole = self._is_due = self._tries(patience * more_s)
         return tried if self._is_whole else []

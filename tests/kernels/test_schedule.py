@@ -291,13 +291,3 @@ def test_steps_of_uneven_lengths_are_dearer_by_what_they_took_of_late() -> None:
     assert one.verify_times.at(np.array([4]))[0] == pytest.approx(0.014), "even ones are not"
     one.took(2, 0.001, [3, 1], 60.0)  # held up
     assert one._uneven < 1.25
-
-
-def test_a_try_is_for_few_who_tell_of_the_others() -> None:
-    one, histories = scheduler(0.02, 0.01), [History() for _ in range(12)]
-    for history in histories * 3:
-        one._blocks.add(np.zeros(SIZE))
-        history.add(np.zeros(SIZE))
-    tried = [one.choose(histories, [SIZE] * 12) for _ in range(4000)]
-    assert {len(some) for some in tried} == {0, 8}
-    assert set().union(*tried) == set(range(12)), "each of them in its turn"
