@@ -202,7 +202,7 @@ class Scheduler:
                 return []
             return self._decided(histories, able)
         tried, patience = (new, 1) if new else (able, _PATIENCE)
-        more_s = float(drafts_s[len(tried) - 1]) + row_s * self._size * len(tried)
+        more_s = float(drafts_s[len(tried) - 1]) + row_s * self._allowed * len(tried)
         self._is_whole = self._is_due = self._tries(patience * more_s)
         return tried if self._is_whole else []
 
