@@ -19,7 +19,7 @@ from kernels.group import Group
 from kernels.layout import Layout
 from kernels.ops.attention import KeySet, sparse_attend
 from kernels.ops.linear import by_columns, linear
-from kernels.ops.mix import collapse
+from kernels.ops.mix import collapse, mean_stream
 from kernels.ops.pack import window_rows, window_values
 from kernels.ops.rope import Rotation, frequencies, rotate_
 from kernels.ops.rounding import Rounding, rms_norm
@@ -58,7 +58,6 @@ class DraftAttention(Attention):
         out = sparse_attend(q[rows], (), key_sets, self.sink, scale, rotation.of(rows), self.round)
         return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, layout.padded - layout.num_rows))
 
-
     @staticmethod
     def _shared(keys: torch.Tensor, length: int) -> torch.Tensor:
         """`keys` [segments, num_keys, dim] for each of the `length` rows of a segment."""
@@ -92,11 +91,13 @@ class Drafter:
             self.stages.append(Block(c, role, checkpoint, rounding, self.attentions[-1], group))
         self.norm = checkpoint.tensor(f"{last}.norm.weight", dim)
         self.markov_embed = checkpoint.tensor(f"{last}.markov_head.embed.weight", c.vocab_size, rank)
-        self.markov_head = by_columns(
-            checkpoint.tensor(f"{last}.markov_head.head.weight", c.vocab_size, rank)
-        )
+        self.markov_head = by_columns(checkpoint.tensor(f"{last}.markov_head.head.weight", c.vocab_size, rank))
         self.confidence = checkpoint.tensor(f"{last}.confidence_head.proj.weight", 1, dim + rank)
         self.freqs = frequencies(c.qk_rope_head_dim, c.rope_theta, None).to(checkpoint.device)
+
+    def read(self, streams: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The taps [rows, targets * dim] of residual streams [rows, C, dim], one per target layer."""
+        return torch.cat([self.round(mean_stream(each)) for each in streams], 1)
 
     @np.errstate(all="ignore")
     def observe(self, taps: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -121,7 +121,7 @@ class Layout:
     @cached_property
     def ring(self) -> Rows:
         """What the sliding-window rings keep of this batch."""
-        return self._tail(self._pool.ring_rows)
+        return self._rows(self._tail(self._pool.ring_rows))
 
     @cached_property
     def before(self) -> Before:
@@ -134,11 +134,11 @@ class Layout:
     @cached_property
     def pair(self) -> Rows:
         """What the pair rings keep of this batch."""
-        return self._tail(self._pool.pair_rows)
+        return self._rows(self._tail(self._pool.pair_rows))
 
     @cached_property
-    def taps(self) -> Rows:
-        """What the rings of taps keep of this batch."""
+    def taps(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """What the rings of taps keep of this batch, as `Rows`, on the host."""
         assert self._pool.taps is not None
         return self._tail(self._pool.taps.ring_rows)
 
@@ -176,10 +176,12 @@ class Layout:
         arrays = (rows, position // ratio * ratio, target, np.maximum(rows - 1, 0), carried, carried_from)
         return Emission(*(self._put(array) for array in arrays))
 
-    def _tail(self, ring_rows: int) -> Rows:
+    def _tail(self, ring_rows: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         source = np.flatnonzero(self._left <= ring_rows)
-        target = self._slot[source] * ring_rows + self._position[source] % ring_rows
-        return Rows(self._put(source), self._put(target))
+        return source, self._slot[source] * ring_rows + self._position[source] % ring_rows
+
+    def _rows(self, arrays: Sequence[npt.NDArray[np.int64]]) -> Rows:
+        return Rows(*map(self._put, arrays))
 
     def _groups(self, segments: Sequence[Segment]) -> Iterator[Group]:
         row = 0

@@ -22,7 +22,7 @@ from kernels.layout import Layout, check
 from kernels.moe import MoE
 from kernels.ops.engram import hash_tables
 from kernels.ops.linear import by_columns, linear
-from kernels.ops.mix import collapse, mean_stream
+from kernels.ops.mix import collapse
 from kernels.ops.rope import Rotation, frequencies
 from kernels.ops.rounding import keep, rms_norm, to_bf16
 from kernels.replay import decoder_segments
@@ -130,7 +130,7 @@ class Model:
         streams, pre = self._layers(streams, pre, batch.segments, step)
         if self.drafter is not None and step.taps and (step.rows is None or len(step.rows)):
             assert pool.taps is not None
-            pool.taps.keep(step.taps, step.layout.taps, self.drafter.observe)
+            pool.taps.keep(step.taps, step.layout.taps, self.drafter)
         for segment in batch.segments:
             pool.advance(segment.slot, segment.num_tokens)
         return self._wanted(torch.tensor(batch.rows), streams, pre, step)
@@ -149,7 +149,7 @@ class Model:
                 streams = engram.forward(streams, step.history, self.token_map.pad)
                 step.record(f"{block.role.name}.in_after_engram", streams)
             if block.role.layer in tapped:
-                step.taps.append(self.round(mean_stream(streams)))
+                step.taps.append(streams)
             projected = block.project(streams, pre, step)
             if decoder is not None and block.role.layer == self.config.first_decoder_layer:
                 rows = step.narrow(decoder)

@@ -34,7 +34,9 @@ _PRIOR = 1.0  # blocks of its own that those count as
 _REJOIN = 32  # steps until a request is drafted for again beside others
 _SHARE = 0.02  # of the time goes into finding out whether the other way is better
 _LEAST_SHARE = 3  # so many times it is halved, once for each try that changed nothing
-_NUM_HELD = 4  # steps that go by one decision, and four times as many by one against drafting
+_NUM_HELD = 4  # steps that go by one decision
+_MOST_HELD = 16  # by one against drafting, or for all when so many steps before it were by such, too
+_FEW = 0.25  # of the requests may be new then, and it still holds
 _LEAST_GAIN = 1.0  # what a try without drafts is taken to cost at least, as a part of a step
 _PATIENCE = 4  # as much rarer than new requests are other ones tried, and steps without drafts
 _NUM_ROUNDS = 4  # at most, until the best speed is found
@@ -49,10 +51,10 @@ class _Record:
     def __init__(self, right: float = 0.0, promised: float = 0.0) -> None:
         self.right, self.promised = right, promised
 
-    def add(self, confidence: Floats, num_right: int, kept: float) -> None:
+    def add(self, confidence: Sequence[float], num_right: int, kept: float) -> None:
         num_judged = min(num_right + 1, len(confidence))  # nothing is known of those behind a wrong one
         self.right = kept * self.right + num_right
-        self.promised = kept * self.promised + float(confidence[:num_judged].sum())
+        self.promised = kept * self.promised + sum(confidence[:num_judged])
 
     def correction(self, expected: float = 1.0) -> float:
         """What confidences are to be multiplied by; `expected` of one that nothing is known of."""
@@ -104,9 +106,7 @@ class History:
         self.blocks.add(block)
 
 
-def budget(
-    survival: Floats, num_rows: int, draft_s: float, times: StepTimes, uneven: float = 1.0
-) -> tuple[int, float]:
+def budget(survival: Floats, num_rows: int, draft_s: float, times: StepTimes, uneven: float = 1.0) -> tuple[int, float]:
     """How many drafts to verify beside the `num_rows` that are verified anyway, and the tokens a second that gives.
 
     survival: [drafts], descending; draft_s: what drafting took; uneven: what a step takes that verifies some of the
@@ -142,6 +142,7 @@ class Scheduler:
         self._saved_s = 0.0  # for finding out
         self._is_whole = False  # drafts are verified whatever they promise
         self._num_held = 0  # steps since the last decision
+        self._num_steady = 0  # steps by decisions for all, up to that one
         self._is_due = True  # for another one
         self._drafts = False  # it was for drafting for somebody, and so for who is new
         self._num_in_vain = 0  # tries since that changed
@@ -157,16 +158,20 @@ class Scheduler:
         if self.mode == "fixed":
             return able
         self._num_held += 1
-        is_other = all(histories[number].is_chosen is None for number in able)  # nobody is left of those decided for
-        if self._is_due or is_other or self._num_held >= (_NUM_HELD if self._drafts else 4 * _NUM_HELD):
+        is_steady = self._num_steady >= _MOST_HELD
+        is_other = not is_steady and all(histories[number].is_chosen is None for number in able)  # none of those before
+        most = _MOST_HELD if is_steady or not self._drafts else _NUM_HELD
+        if self._is_due or is_other or self._num_held >= most:
             chosen = self._decide(histories, able)
         else:
             chosen = self._decided(histories, able)
         for number in able:
             histories[number].idle += 1
+        num_new = 0
         for number in chosen:
             histories[number].idle = 0
-            self._is_due |= histories[number].blocks is None  # its first one is to be told by
+            num_new += histories[number].blocks is None  # its first one is to be told by
+        self._is_due |= num_new > (_FEW * len(able) if is_steady else 0)
         return chosen
 
     def _decided(self, histories: Sequence[History], able: list[int]) -> list[int]:
@@ -189,7 +194,7 @@ class Scheduler:
         self._gain = speed * plain_s / num
         self._saved_s += _SHARE / 2 ** min(self._num_in_vain, _LEAST_SHARE) * num_held * plain_s
         if bool(best) != self._drafts:
-            self._drafts, self._num_in_vain = not self._drafts, 0
+            self._drafts, self._num_in_vain, self._num_steady = not self._drafts, 0, 0
         new = [number for number in able if histories[number].blocks is None]
         worthy = {able[place] for place in best}
         rejoining = {number for number in able if histories[number].idle >= _REJOIN} if self._drafts else set()
@@ -197,6 +202,7 @@ class Scheduler:
         for number in able:
             histories[number].is_chosen = number in chosen
         self._is_due = bool(rejoining - worthy)
+        self._num_steady = self._num_steady + num_held if self._drafts and len(chosen) == len(able) else 0
         if self._drafts:
             if self._tries(_PATIENCE * max(self._gain - 1.0, _LEAST_GAIN) * plain_s):
                 return []
@@ -213,18 +219,20 @@ class Scheduler:
 
         raw: [requests, block] as drafted; lengths: how many of each may be verified; num_rows: requests of the step.
         """
-        confidence = _sigmoid(np.where(np.isnan(raw), 0.0, raw) / self.temperatures)
+        confidence = 0.5 + 0.5 * np.tanh(0.5 * raw / self.temperatures)  # the sigmoid
+        confidence[np.isnan(confidence)] = 0.5
         if self.mode != "scheduled":
             return list(lengths), confidence
-        allowed = np.arange(self._size) < np.array(lengths)[:, None]
-        # Those that cannot be verified are worth nothing.
-        for history, block in zip(histories, confidence * allowed, strict=True):
+        worth = confidence
+        if min(lengths) < self._size:  # those that cannot be verified are worth nothing
+            worth = confidence * (np.arange(self._size) < np.array(lengths)[:, None])
+        for history, block in zip(histories, worth, strict=True):
             history.add(block)
             self._blocks.add(block)
         if self._is_whole:
             self._allowed = sum(lengths) / len(lengths)
             return list(lengths), confidence
-        flat = (self.survival(confidence, histories) * allowed).ravel()
+        flat = self.survival(worth, histories).ravel()
         order = np.argsort(-flat, kind="stable")  # of equals the earlier place: what is taken are prefixes
         order = order[: sum(lengths)]
         draft_s = float(self.draft_times.at(np.array([len(lengths)]))[0])
@@ -249,8 +257,8 @@ class Scheduler:
             low, high = _UNEVEN
             self._uneven += _LEARNED * (min(max(ratio, low), high) - self._uneven)
 
-    def learn(self, history: History, confidence: Floats, num_right: int) -> None:
-        """So many of a request's verified drafts were right, of `confidence` [drafts]."""
+    def learn(self, history: History, confidence: Sequence[float], num_right: int) -> None:
+        """So many of a request's verified drafts were right, of those with `confidence`."""
         if len(confidence):
             history.record.add(confidence, num_right, _KEPT)
             self._record.add(confidence, num_right, _KEPT_OF_ALL)
@@ -332,7 +340,3 @@ def _above(own: Floats, nums: Counts, others: Floats, price: float) -> tuple[Flo
 def _survival(confidence: Floats, correction: Floats | float) -> Floats:
     """Products over the last axis, of corrected confidences."""
     return np.cumprod(np.minimum(confidence * correction, _SURE), -1, dtype=np.float64)
-
-
-def _sigmoid(x: Floats) -> Floats:
-    return np.asarray(1.0 / (1.0 + np.exp(np.minimum(np.maximum(-x, -60.0), 60.0))), dtype=np.float64)

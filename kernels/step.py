@@ -23,7 +23,7 @@ class Step:
     says which rows are positions of images, None when there are none. `picked` holds, for each group, the compressed
     rows that the last index owner picked: the Reuse layers behind it read the same ones. `candidates` holds the
     candidate mask of each group, None while every block is one. `rows` are the batch rows that went on after `narrow`,
-    ascending; None before it, for all of them. `taps` [padded rows, dim] are what the draft stages read.
+    ascending; None before it, for all of them. `taps` [padded rows, C, dim] are the streams that the draft stages read.
     `history` and `rows` lie on the host, all else on the pool's device.
     """
 

@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
 from kernels.batch import Batch
@@ -19,7 +18,6 @@ from kernels.model import Model
 from kernels.requests import NONE
 from kernels.schedule import Scheduler
 from kernels.slots import SlotRequest
-from kernels.steptimes import Floats
 from kernels.verify import verify
 
 
@@ -32,7 +30,7 @@ class _Run:
     start: int
     drafted: list[int] = field(default_factory=list)
     allowed: Bits | None = None
-    confidence: Floats = field(default_factory=lambda: np.empty(0))
+    confidence: list[float] = field(default_factory=list)
 
     def allow(self) -> None:
         """Ask the constraint, and keep the drafts that it allows."""
@@ -56,9 +54,7 @@ class Stepping:
     In a group each step is one of all ranks; one that has nothing to compute serves the others with its experts.
     """
 
-    def __init__(
-        self, model: Model, pool: StatePool, lockstep: Lockstep, scheduler: Scheduler, end_token: int
-    ) -> None:
+    def __init__(self, model: Model, pool: StatePool, lockstep: Lockstep, scheduler: Scheduler, end_token: int) -> None:
         self.model, self.pool, self.lockstep = model, pool, lockstep
         self.counts = Counts(0, 0, 0)
         self._end_token = end_token
@@ -179,7 +175,7 @@ class Stepping:
         raw = blocks.confidence.double().cpu().numpy()
         histories = [run.request.history for run in runs]
         lengths, confidence = self._scheduler.admit(raw, [len(run.drafted) for run in runs], histories, num_fed)
-        for run, length, sure in zip(runs, lengths, confidence, strict=True):
+        for run, length, sure in zip(runs, lengths, confidence.tolist(), strict=True):
             run.cut(length)
             run.confidence = sure[:length]
 

@@ -1,7 +1,9 @@
 """`shoal bench decode`: decoding without drafts, with all of them verified, and with those that pay.
 
 One process, an engine for each mode; nothing of the service around them. Their steps take turns, so that other work on
-the machine hits all alike. Requests come as others end, the same ones in the same order in each mode.
+the machine hits all alike. Requests come as others end, the same ones in the same order in each mode. No two of random
+text are alike in length: requests that begin and end together are quicker without drafts (all complete compressed rows
+at the same steps) as long as nothing parts them, and drafts do.
 """
 
 from __future__ import annotations
@@ -39,8 +41,9 @@ MODES: tuple[Mode, ...] = ("off", "fixed", "scheduled")
 BATCHES = (1, 4, 16, 64)
 TASKS = ("transform", "arithmetic", "tools", "extraction", "about")
 NUM_QUESTIONS = 16  # of each task
-NUM_ANSWER = 64  # tokens of an answer, at most
-NUM_WARM = 12  # steps that are not counted
+NUM_ANSWER = 64  # tokens of an answer: at most, and of random text on average
+NUM_PROMPT = 32  # of random text, on average
+WARM_S = 2.0  # of steps of a mode, at each batch, that are not counted: what a step takes is learned from some
 SECONDS = 10.0  # of counted steps of a mode, at each batch
 STEP_TOKENS = 512  # of a prefill step
 
@@ -49,6 +52,7 @@ STEP_TOKENS = 512  # of a prefill step
 class _Prompt:
     tokens: Tokens
     sampling: Sampling
+    num_answer: int
 
 
 def bench_decode(
@@ -66,7 +70,7 @@ def bench_decode(
         "trained": questions of the bundled model's tasks, greedily, which drafts foresee well; "random": random tokens
         at temperature 1, which they do not; "mixed": the one and the other in turn.
     seconds
-        Of steps, for each mode and batch; what comes before, and the first dozen steps, takes its own time.
+        Of steps, for each mode and batch; what comes before, and two more of steps that do not count, take their own.
     """
     if not 0 < seconds <= 3600:
         raise SettingsError(f"--seconds {seconds}: give a number above 0, and at most 3600")
@@ -94,12 +98,12 @@ async def measure(
         await engine.start()
     prompts = prompts_of(folder, text, engines["off"].info.vocab_size)
     found: dict[str, dict[str, dict[str, float]]] = {mode: {} for mode in MODES}
+    turn, rng = list(MODES), random.Random(0)
     for number, batch in enumerate(BATCHES):
         loads = {mode: Load(engines[mode], prompts, batch) for mode in MODES}
-        turn = MODES
         while (least := min(load.spent_s for load in loads.values())) < seconds:
             told((number + least / seconds) / len(BATCHES))
-            turn = turn[1:] + turn[:1]  # who comes behind a long step finds the caches full of it
+            rng.shuffle(turn)  # who comes behind a long step finds the caches full of it
             for mode in turn:
                 if loads[mode].spent_s < seconds:
                     await loads[mode].step()
@@ -114,13 +118,13 @@ async def measure(
 @dataclass
 class Load:
     """So many requests at a time for one engine, and what its steps came to. `numbers`: which prompts, one after
-    another, from the first again after the last; `num_warm` steps are not counted."""
+    another, from the first again after the last; `warm_s`: steps of so long are not counted."""
 
     engine: LocalEngine
     prompts: list[_Prompt]
     batch: int
     numbers: Iterator[int] = field(default_factory=count)
-    num_warm: int = NUM_WARM
+    warm_s: float = WARM_S
     spent_s: float = 0.0
     _steps_s: list[float] = field(default_factory=list)
     _cpu_s: float = 0.0
@@ -141,8 +145,8 @@ class Load:
             if self._left[key] <= 0 or self.engine.info.eos_token in tokens:
                 self.engine.free(key)
                 del self._left[key]
-        if self.num_warm:
-            self.num_warm -= 1
+        if self.warm_s > 0:
+            self.warm_s -= took_s
             return True
         self.spent_s += took_s
         self._cpu_s += cpu_s
@@ -157,10 +161,10 @@ class Load:
         chunks = []
         for number in islice(self.numbers, self.batch - len(self._left)):
             prompt, key = self.prompts[number % len(self.prompts)], f"r{number}"
-            room = len(prompt.tokens) + NUM_ANSWER
+            room = len(prompt.tokens) + prompt.num_answer
             admission = self.engine.admit(key, room, prompt.sampling, bounded_prompt=len(prompt.tokens))
             assert admission is Admission.OK, admission
-            self._left[key] = NUM_ANSWER
+            self._left[key] = prompt.num_answer
             chunks.append(Chunk(key, prompt.tokens))
         if chunks:
             await self.engine.prefill(chunks)
@@ -192,17 +196,17 @@ def prompts_of(folder: Path, text: Text, vocab_size: int) -> list[_Prompt]:
     greedy = Sampling(0.0, 1.0, 0)
     asked = [] if text == "random" else render(folder, sampled(TASKS, NUM_QUESTIONS, "held-out"))
     rng.shuffle(asked)
-    trained = [_Prompt(np.array(one.tokens, dtype=np.uint32), greedy) for one in asked]
-    others = [
-        _Prompt(
-            np.array([rng.randrange(vocab_size // 4, vocab_size // 2) for _ in range(32)], dtype=np.uint32),
-            Sampling(1.0, 1.0, seed, first_end=1 << 30),
-        )
-        for seed in range(num)
-    ]
+    trained = [_Prompt(np.array(one.tokens, dtype=np.uint32), greedy, NUM_ANSWER) for one in asked]
+    others = [_random_prompt(rng, vocab_size, seed) for seed in range(num)]
     if text == "mixed":
         return [prompt for pair in zip(trained, others, strict=True) for prompt in pair]
     return trained or others
+
+
+def _random_prompt(rng: random.Random, vocab_size: int, seed: int) -> _Prompt:
+    num, num_answer = (rng.randrange(mean // 2, mean * 3 // 2 + 1) for mean in (NUM_PROMPT, NUM_ANSWER))
+    tokens = [rng.randrange(vocab_size // 4, vocab_size // 2) for _ in range(num)]
+    return _Prompt(np.array(tokens, dtype=np.uint32), Sampling(1.0, 1.0, seed, first_end=1 << 30), num_answer)
 
 
 def _print(found: dict[str, dict[str, dict[str, float]]], text: str) -> None:

@@ -58,7 +58,7 @@ class Noting(Scheduler):
         self._waiting = {id(one): row for one, row in zip(histories, self.survival(confidence, histories), strict=True)}
         return every, confidence
 
-    def learn(self, history: History, confidence: Floats, num_right: int) -> None:
+    def learn(self, history: History, confidence: Sequence[float], num_right: int) -> None:
         if len(confidence):
             self.blocks.append((self._waiting[id(history)][: len(confidence)], num_right))
         super().learn(history, confidence, num_right)

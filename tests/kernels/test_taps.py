@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,8 +14,13 @@ from kernels.taps import Taps
 WINDOW, ROLLBACK, SLOTS, RING = 8, 3, 2, 16
 
 
-def observe(taps: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    return torch.stack((taps + positions[:, None], -taps), 0)
+class Stages:
+    def read(self, streams: Sequence[torch.Tensor]) -> torch.Tensor:
+        assert len(streams[0]) <= SLOTS * (WINDOW + ROLLBACK), "a place is written twice, in no certain order"
+        return torch.cat([each.mean(1) for each in streams], 1)
+
+    def observe(self, taps: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return torch.stack((taps + positions[:, None], -taps), 0)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -32,10 +39,10 @@ def test_what_is_read_late_is_what_was_computed(seed: int) -> None:
                 number, begin = number + len(new), len(rows)
                 rows += new
                 longest[slot] = max(longest[slot], len(rows))
-                source = torch.arange(len(new))[-taps.ring_rows :]
-                values = torch.tensor(new)[:, None]
+                source = np.arange(len(new))[-taps.ring_rows :]
+                values = torch.tensor([*new, -1.0])[:, None, None]
                 place = slot * taps.ring_rows + (begin + source) % taps.ring_rows
-                taps.keep([values, values], (source, place), observe)
+                taps.keep([values, values], (source, place), Stages())
             case "truncate":
                 least = max(longest[slot] - ROLLBACK, first[slot])
                 del rows[rng.randint(min(least, len(rows)), len(rows)) :]
@@ -59,7 +66,7 @@ def test_rows_of_whoever_had_the_slot_before_are_not_observed() -> None:
     windows = torch.zeros(2, 1, RING, 2)
     taps = Taps(windows, 2, WINDOW, ROLLBACK)
     taps.settle([0], [0], [5])  # nothing was ever kept
-    taps.keep([torch.full((5, 1), torch.nan)] * 2, (torch.arange(5), torch.arange(5)), observe)
+    taps.keep([torch.full((5, 1, 1), torch.nan)] * 2, (np.arange(5), np.arange(5)), Stages())
     taps.begin(0, 0)
     taps.settle([0], [9], [4])
     taps.begin(0, 4)

@@ -57,9 +57,7 @@ def check_drafts(report: Report, model: Model, data: Tensors, name: str, dtype: 
             got = drafter.draft([(slot, following)], [GREEDY], pool)
             wrong += got.tokens[0].tolist() != proposed
             logits = max(logits, float((got.logits[0] - golden["draft_logits"][number].float()).abs().max()))
-            confidence = max(
-                confidence, float((got.confidence[0] - golden["confidence"][number].float()).abs().max())
-            )
+            confidence = max(confidence, float((got.confidence[0] - golden["confidence"][number].float()).abs().max()))
         limit = 2e-5 if dtype == "fp32" else 0.05
         detail = f"{wrong} of {number + 1} blocks differ, logits {logits:.1e}, confidence {confidence:.1e}"
         report.add(f"{name} {prompt}", wrong == 0 and max(logits, confidence) <= limit, detail)
@@ -73,7 +71,7 @@ def _observe(drafter: Drafter, pool: StatePool, slot: int, hidden: torch.Tensor)
     layout = Layout([Segment(slot, pool.length(slot), len(hidden))], pool)
     padded = torch.nn.functional.pad(hidden.float(), (0, 0, 0, layout.padded - layout.num_rows))
     assert pool.taps is not None
-    pool.taps.keep(padded.chunk(len(drafter.config.dspark_target_layer_ids), 1), layout.taps, drafter.observe)
+    pool.taps.keep(padded.unsqueeze(1).chunk(len(drafter.config.dspark_target_layer_ids), 2), layout.taps, drafter)
     pool.advance(slot, len(hidden))
 
 

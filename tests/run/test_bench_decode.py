@@ -11,7 +11,7 @@ from tests.kernels.conftest import GOLDEN
 
 
 def test_it_prints_one_object(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, value in {"BATCHES": (1, 2), "NUM_WARM": 1, "NUM_ANSWER": 8}.items():
+    for name, value in {"BATCHES": (1, 2), "WARM_S": 0.001, "NUM_ANSWER": 8}.items():
         monkeypatch.setattr(decode, name, value)
     decode.bench_decode(GOLDEN / "mini", json=True, text="random", seconds=0.02)
     found = json.loads(capsys.readouterr().out)
