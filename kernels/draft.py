@@ -19,7 +19,7 @@ from kernels.group import Group
 from kernels.layout import Layout
 from kernels.ops.attention import KeySet, sparse_attend
 from kernels.ops.linear import by_columns, linear
-from kernels.ops.mix import collapse, mean_stream
+from kernels.ops.mix import collapse
 from kernels.ops.pack import window_rows, window_values
 from kernels.ops.rope import Rotation, frequencies, rotate_
 from kernels.ops.rounding import Rounding, rms_norm
@@ -95,16 +95,12 @@ class Drafter:
         self.confidence = checkpoint.tensor(f"{last}.confidence_head.proj.weight", 1, dim + rank)
         self.freqs = frequencies(c.qk_rope_head_dim, c.rope_theta, None).to(checkpoint.device)
 
-    def read(self, streams: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The taps [rows, targets * dim] of residual streams [rows, C, dim], one per target layer."""
-        return torch.cat([self.round(mean_stream(each)) for each in streams], 1)
-
     @np.errstate(all="ignore")
     def observe(self, taps: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """What the stages' windows keep of the backbone: `taps` [rows, targets * dim], those of each row side by side,
-        at `positions` [rows] -> [stages, rows, ..]."""
+        unrounded, at `positions` [rows] -> [stages, rows, ..]."""
         r, eps = self.round, self.config.rms_norm_eps
-        x = rms_norm(r(self.main_proj.forward(taps)[0]), self.main_norm, eps, r)
+        x = rms_norm(r(self.main_proj.forward(r(taps))[0]), self.main_norm, eps, r)
         parts = zip(self.stage_kv.forward(x), self.attentions, strict=True)
         kv = torch.stack([rms_norm(r(part), attention.kv_norm, eps, r) for part, attention in parts], 1)
         kv = r(rotate_(kv, Rotation.at(positions, self.freqs))).transpose(0, 1)

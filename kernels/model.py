@@ -130,7 +130,7 @@ class Model:
         streams, pre = self._layers(streams, pre, batch.segments, step)
         if self.drafter is not None and step.taps and (step.rows is None or len(step.rows)):
             assert pool.taps is not None
-            pool.taps.keep(step.taps, step.layout.taps, self.drafter)
+            pool.taps.keep(step.taps, step.layout.taps, self.drafter.observe)
         for segment in batch.segments:
             pool.advance(segment.slot, segment.num_tokens)
         return self._wanted(torch.tensor(batch.rows), streams, pre, step)

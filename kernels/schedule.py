@@ -27,7 +27,7 @@ Counts = npt.NDArray[np.int64]
 _KEPT = 0.95  # of what was promised and came, from one verification to the next
 _KEPT_OF_ALL = 0.995  # the same, over all requests
 _DOUBT = 4.0  # drafts that a request's own record has to outweigh
-_SURE = 0.995  # no draft is surer than that
+_SURE, _LEAST = 0.995, 1e-9  # no draft is surer than that, or worth as little as one that cannot be verified
 _NUM_RECENT = 8  # blocks that tell what a request's next one is worth
 _NUM_OTHERS = 32  # blocks of any requests that tell the same of a new one
 _PRIOR = 1.0  # blocks of its own that those count as
@@ -142,7 +142,7 @@ class Scheduler:
         self._saved_s = 0.0  # for finding out
         self._is_whole = False  # drafts are verified whatever they promise
         self._num_held = 0  # steps since the last decision
-        self._num_steady = 0  # steps by decisions for all, up to that one
+        self._num_steady = -1  # steps by decisions for all, up to that one; -1 when it was none
         self._is_due = True  # for another one
         self._drafts = False  # it was for drafting for somebody, and so for who is new
         self._num_in_vain = 0  # tries since that changed
@@ -158,20 +158,22 @@ class Scheduler:
         if self.mode == "fixed":
             return able
         self._num_held += 1
-        is_steady = self._num_steady >= _MOST_HELD
-        is_other = not is_steady and all(histories[number].is_chosen is None for number in able)  # none of those before
-        most = _MOST_HELD if is_steady or not self._drafts else _NUM_HELD
-        if self._is_due or is_other or self._num_held >= most:
+        is_other = all(histories[number].is_chosen is None for number in able)  # nobody is left of those decided for
+        is_long = self._num_steady >= _MOST_HELD or not self._drafts
+        if self._is_due or is_other or self._num_held >= (_MOST_HELD if is_long else _NUM_HELD):
             chosen = self._decide(histories, able)
-        else:
+        elif self._drafts:
             chosen = self._decided(histories, able)
+            self._is_whole &= self._num_held % _NUM_HELD > 0
+        else:
+            return []
         for number in able:
             histories[number].idle += 1
         num_new = 0
         for number in chosen:
             histories[number].idle = 0
             num_new += histories[number].blocks is None  # its first one is to be told by
-        self._is_due |= num_new > (_FEW * len(able) if is_steady else 0)
+        self._is_due |= num_new > (_FEW * len(able) if self._num_steady >= _MOST_HELD else 0)
         return chosen
 
     def _decided(self, histories: Sequence[History], able: list[int]) -> list[int]:
@@ -194,7 +196,7 @@ class Scheduler:
         self._gain = speed * plain_s / num
         self._saved_s += _SHARE / 2 ** min(self._num_in_vain, _LEAST_SHARE) * num_held * plain_s
         if bool(best) != self._drafts:
-            self._drafts, self._num_in_vain, self._num_steady = not self._drafts, 0, 0
+            self._drafts, self._num_in_vain = not self._drafts, 0
         new = [number for number in able if histories[number].blocks is None]
         worthy = {able[place] for place in best}
         rejoining = {number for number in able if histories[number].idle >= _REJOIN} if self._drafts else set()
@@ -202,7 +204,8 @@ class Scheduler:
         for number in able:
             histories[number].is_chosen = number in chosen
         self._is_due = bool(rejoining - worthy)
-        self._num_steady = self._num_steady + num_held if self._drafts and len(chosen) == len(able) else 0
+        was_all, is_all = self._num_steady >= 0, self._drafts and len(chosen) == len(able)
+        self._num_steady = (self._num_steady + num_held if was_all else 0) if is_all else -1
         if self._drafts:
             if self._tries(_PATIENCE * max(self._gain - 1.0, _LEAST_GAIN) * plain_s):
                 return []
@@ -221,6 +224,7 @@ class Scheduler:
         """
         confidence = 0.5 + 0.5 * np.tanh(0.5 * raw / self.temperatures)  # the sigmoid
         confidence[np.isnan(confidence)] = 0.5
+        np.maximum(confidence, _LEAST, out=confidence)
         if self.mode != "scheduled":
             return list(lengths), confidence
         worth = confidence

@@ -148,7 +148,8 @@ class Stepping:
                 new[request.slot] = []
                 continue
             request.num_tokens = run.start + len(tokens)
-            self.pool.truncate(request.slot, request.num_tokens)
+            if len(tokens) <= len(run.drafted):
+                self.pool.truncate(request.slot, request.num_tokens)
             request.last, request.hidden = tokens[-1], None
             if request.constraint is not None:
                 request.constraint.accept(tokens)

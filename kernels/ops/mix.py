@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -164,11 +164,13 @@ def collapse_norm(
 
 
 @by_device
-def mean_stream(streams: torch.Tensor) -> torch.Tensor:
-    """The mean of the streams [rows, C, dim] -> [rows, dim], added in order; unrounded."""
-    total = np.add.reduce(streams.numpy(), 1)  # not along the last axis, so in order
-    total /= np.float32(streams.shape[1])
-    return torch.from_numpy(total)
+def mean_streams_(out: torch.Tensor, streams: Sequence[torch.Tensor]) -> None:
+    """Write the mean of the streams [rows, C, dim] of some layers, added in order, into `out` [rows, layers, dim];
+    unrounded."""
+    total = out.numpy()
+    for number, each in enumerate(streams):
+        np.add.reduce(each.numpy(), 1, out=total[:, number])  # not along the last axis, so in order
+    total /= np.float32(streams[0].shape[1])
 
 
 @by_device

@@ -1,9 +1,9 @@
 """`shoal bench decode`: decoding without drafts, with all of them verified, and with those that pay.
 
 One process, an engine for each mode; nothing of the service around them. Their steps take turns, so that other work on
-the machine hits all alike. Requests come as others end, the same ones in the same order in each mode. No two of random
-text are alike in length: requests that begin and end together are quicker without drafts (all complete compressed rows
-at the same steps) as long as nothing parts them, and drafts do.
+the machine hits all alike. Requests come as others end, the same ones in the same order in each mode. Those of
+random text vary in length: requests that begin and end together are quicker without drafts (all complete compressed
+rows at the same steps) as long as nothing parts them, and drafts do.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ async def measure(
     found: dict[str, dict[str, dict[str, float]]] = {mode: {} for mode in MODES}
     turn, rng = list(MODES), random.Random(0)
     for number, batch in enumerate(BATCHES):
-        loads = {mode: Load(engines[mode], prompts, batch) for mode in MODES}
+        loads = {mode: Load(engines[mode], prompts, batch, warm_s=WARM_S) for mode in MODES}
         while (least := min(load.spent_s for load in loads.values())) < seconds:
             told((number + least / seconds) / len(BATCHES))
             rng.shuffle(turn)  # who comes behind a long step finds the caches full of it
@@ -124,7 +124,7 @@ class Load:
     prompts: list[_Prompt]
     batch: int
     numbers: Iterator[int] = field(default_factory=count)
-    warm_s: float = WARM_S
+    warm_s: float = 0.0
     spent_s: float = 0.0
     _steps_s: list[float] = field(default_factory=list)
     _cpu_s: float = 0.0

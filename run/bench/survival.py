@@ -122,7 +122,7 @@ async def _run(folder: Path, text: Text, mode: Mode, kind: Callable[[Mode, Float
 
     engine = LocalEngine(folder, num_slots=BATCH, max_step_tokens=STEP_TOKENS, drafts=mode, scheduler=make)
     await engine.start()
-    load = Load(engine, prompts_of(folder, text, engine.info.vocab_size), BATCH, iter(range(NUM_REQUESTS)), 0)
+    load = Load(engine, prompts_of(folder, text, engine.info.vocab_size), BATCH, iter(range(NUM_REQUESTS)))
     while await load.step():
         pass
     await engine.close()

@@ -71,7 +71,8 @@ def _observe(drafter: Drafter, pool: StatePool, slot: int, hidden: torch.Tensor)
     layout = Layout([Segment(slot, pool.length(slot), len(hidden))], pool)
     padded = torch.nn.functional.pad(hidden.float(), (0, 0, 0, layout.padded - layout.num_rows))
     assert pool.taps is not None
-    pool.taps.keep(padded.unsqueeze(1).chunk(len(drafter.config.dspark_target_layer_ids), 2), layout.taps, drafter)
+    streams = padded.unsqueeze(1).chunk(len(drafter.config.dspark_target_layer_ids), 2)
+    pool.taps.keep(streams, layout.taps, drafter.observe)
     pool.advance(slot, len(hidden))
 
 

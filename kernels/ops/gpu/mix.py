@@ -7,6 +7,7 @@ and 20,480 values in each, so one program per row tile would take most of the de
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -96,12 +97,14 @@ def collapsed(
     return out
 
 
-def mean_stream(streams: torch.Tensor) -> torch.Tensor:
-    """The mean of the streams [rows, C, dim] -> [rows, dim], added in order; unrounded."""
-    total = streams[:, 0].clone()
-    for number in range(1, streams.shape[1]):
-        total += streams[:, number]
-    return total.div_(streams.shape[1])
+def mean_streams_(out: torch.Tensor, streams: Sequence[torch.Tensor]) -> None:
+    """Write the mean of the streams [rows, C, dim] of some layers, added in order, into `out` [rows, layers, dim];
+    unrounded."""
+    for number, each in enumerate(streams):
+        out[:, number] = each[:, 0]
+        for stream in range(1, each.shape[1]):
+            out[:, number] += each[:, stream]
+    out /= streams[0].shape[1]
 
 
 def expand(y: torch.Tensor, streams: torch.Tensor, mixed: Mix, rounding: Rounding) -> torch.Tensor:

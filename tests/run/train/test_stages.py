@@ -68,7 +68,7 @@ def behind_taps(model: Model, positions: list[int], seed: int) -> list[float]:
         padding = (0, 0, 0, layout.padded - layout.num_rows)
         assert pool.taps is not None
         padded = [functional.pad(tap[0, 8 : 9 + position], padding).unsqueeze(1) for tap in taps]
-        pool.taps.keep(padded, layout.taps, model.drafter)
+        pool.taps.keep(padded, layout.taps, model.drafter.observe)
         pool.advance(slot, position + 1)
         served.append(model.drafter.draft([(slot, token)], [GREEDY], pool))
     return differences(of, taps, anchors, served)
