@@ -158,9 +158,12 @@ class Scheduler:
         if self.mode == "fixed":
             return able
         self._num_held += 1
-        is_other = all(histories[number].is_chosen is None for number in able)  # nobody is left of those decided for
-        is_long = self._num_steady >= _MOST_HELD or not self._drafts
-        if self._is_due or is_other or self._num_held >= (_MOST_HELD if is_long else _NUM_HELD):
+        is_steady = self._num_steady >= _MOST_HELD
+        # Nobody is left of those decided for; of new ones the first block will tell.
+        others = (histories[number] for number in able)
+        is_other = all(one.is_chosen is None and not (is_steady and one.blocks is None) for one in others)
+        most = _MOST_HELD if is_steady or not self._drafts else _NUM_HELD
+        if self._is_due or is_other or self._num_held >= most:
             chosen = self._decide(histories, able)
         elif self._drafts:
             chosen = self._decided(histories, able)

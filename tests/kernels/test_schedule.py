@@ -178,9 +178,13 @@ def test_a_decision_holds_for_some_steps(monkeypatch: pytest.MonkeyPatch) -> Non
                 step(one, histories, dict.fromkeys(range(4), [0.0] * SIZE), dict.fromkeys(range(4), 2))
             assert len(made) == (0 if row_s else num_asked)
         made.clear()
-        for _ in range(2):
-            step(one, [History()], {0: [0.0] * SIZE}, {0: 2})
-        assert made
+        step(one, [moved := History.load(histories[0].dump(), SIZE)], {0: [0.0] * SIZE}, {0: 2})
+        assert made == [1] and moved.is_chosen is not None
+        made.clear()
+        for new in (History(), History()):
+            for _ in range(2):
+                step(one, [new], {0: [0.0] * SIZE}, {0: 2})
+        assert made == [1, 1], "one each: the first block's, or before it where nobody is drafted for"
         made.clear()
 
 
