@@ -166,7 +166,7 @@ class Scheduler:
         if self._is_due or is_other or self._num_held >= most:
             chosen = self._decide(histories, able)
         elif self._drafts:
-            chosen = self._decided(histories, able)
+            chosen = [number for number in able if histories[number].is_chosen is not False]  # and whoever is new
             self._is_whole &= self._num_held % _NUM_HELD > 0
         else:
             return []
@@ -178,10 +178,6 @@ class Scheduler:
             num_new += histories[number].blocks is None  # its first one is to be told by
         self._is_due |= num_new > (_FEW * len(able) if self._num_steady >= _MOST_HELD else 0)
         return chosen
-
-    def _decided(self, histories: Sequence[History], able: list[int]) -> list[int]:
-        is_chosen = [histories[number].is_chosen for number in able]
-        return [number for number, one in zip(able, is_chosen, strict=True) if one or (one is None and self._drafts)]
 
     def _decide(self, histories: Sequence[History], able: list[int]) -> list[int]:
         num, full = len(histories), len(histories) + max(1, round(self._allowed * len(able)))
@@ -212,7 +208,7 @@ class Scheduler:
         if self._drafts:
             if self._tries(_PATIENCE * max(self._gain - 1.0, _LEAST_GAIN) * plain_s):
                 return []
-            return self._decided(histories, able)
+            return [number for number in able if number in chosen]
         tried, patience = (new, 1) if new else (able, _PATIENCE)
         more_s = float(drafts_s[len(tried) - 1]) + row_s * self._allowed * len(tried)
         self._is_whole = self._is_due = self._tries(patience * more_s)
