@@ -24,7 +24,7 @@ import numpy as np
 from llguidance import LLTokenizer
 
 from actors.recipe.fields import Refusal
-from actors.rules.grammars import Vocabulary, follow, reason
+from actors.rules.grammars import Vocabulary, follow, reason, unspelt_of
 from schemas.failure import Code
 from supervisors.answerer import Answerer, Busy, Ended
 
@@ -53,6 +53,7 @@ WAIT_S = 0.25
 KEPT_LETHAL = 256
 """So many grammars that were the end of a process are remembered."""
 
+_SPECIAL = {END: b"<end>", MARKS.think_end: b"</think>", MARKS.dsml: "｜DSML｜".encode()}
 _NUM_STEPS = 256
 _MANY_PATTERNS = 4
 _PATTERNS = re.compile(r'"(?:pattern|format)": *"|"patternProperties"')
@@ -109,9 +110,10 @@ def try_out(grammar: str) -> str:
 
 
 def walk(grammar: str) -> str:
-    """Follow it for some steps at random, always the same ones."""
+    """Follow it for some steps at random, always the same ones. As in an answer, no text may spell a control token."""
     matcher = follow(_bytes(), grammar)
-    chance = random.Random(0)
+    unspelt = [_SPECIAL[id] for id in unspelt_of(grammar)]
+    chance, tail = random.Random(0), b""
     for step in range(_NUM_STEPS):
         if matcher.is_error():
             break
@@ -121,15 +123,21 @@ def walk(grammar: str) -> str:
         if not len(others):
             is_possible = step > 0 or matcher.is_accepting()
             return reason(matcher) if is_possible else "Unsatisfiable schema: there is nothing that it allows"
-        matcher.consume_token(int(chance.choice(others)))
+        for spelling in unspelt:
+            if tail.endswith(spelling[:-1]):
+                others = others[others != spelling[-1]]
+                if not len(others):
+                    return "" if END in allowed else f"{spelling.decode()!r} cannot be part of an answer"
+        token = int(chance.choice(others))
+        tail = tail + bytes([token]) if token < END else b""
+        matcher.consume_token(token)
     return reason(matcher)
 
 
 @functools.cache
 def _bytes() -> LLTokenizer:
     tokens = [bytes([byte]) for byte in range(256)]
-    special = [b"<end>", b"</think>", "｜DSML｜".encode()]
-    return Vocabulary([*tokens, *special], [END, *MARKS], END).tokenizer()
+    return Vocabulary([*tokens, *_SPECIAL.values()], list(_SPECIAL), END).tokenizer()
 
 
 def _main(fd: int, trial_s: float) -> None:

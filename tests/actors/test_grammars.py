@@ -228,6 +228,7 @@ HOSTILE: dict[str, tuple[Any, Code, str]] = {
     "large size": ({"type": "string", "maxLength": 10**6 + 1}, Code.UNSUPPORTED, "maxLength 1000001 is not supported"),
     "huge size": ({"type": "array", "maxItems": 1e20}, Code.UNSUPPORTED, "maxItems"),
     "spelled": ({"const": "</think>"}, Code.UNSUPPORTED, "</think>"),
+    "spelled by a pattern": ({"type": "string", "pattern": "^[ab]<[/]think>$"}, Code.UNSUPPORTED, "</think>"),
     "many ways": (
         {"allOf": [{"anyOf": [{"properties": {f"a{i}{j}": {}}} for j in range(3)]} for i in range(12)]},
         Code.UNSUPPORTED,
@@ -246,6 +247,15 @@ def test_a_pattern_is_of_the_answer_as_the_client_gets_it() -> None:
         with pytest.raises(Refusal, match=part) as refused:
             grammars().find(Asked(regex=pattern))
         assert refused.value.failure.code is code
+
+
+@pytest.mark.parametrize("pattern", ["a</think>", "(x|y)</think>b", "(<[/]think>)?"])
+def test_a_pattern_that_leads_into_a_control_sequence_is_refused(pattern: str) -> None:
+    """An answer would come to where nothing is allowed any more."""
+    with pytest.raises(Refusal, match="</think>' cannot be part of an answer") as refused:
+        grammars().find(Asked(regex=pattern))
+    assert refused.value.failure.code is Code.UNSUPPORTED
+    assert grammars().find(Asked(regex="a</thin(k|g)>?")).text, "it may end before, or be another word"
 
 
 @pytest.mark.parametrize("name", HOSTILE)

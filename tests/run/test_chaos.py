@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +32,25 @@ def test_one_script_gives_one_history() -> None:
     first, again, other = (run(script(seed)) for seed in (1, 1, 2))
     assert first == again and first.digest != other.digest
     assert first.num_events > 300 and first.ends.total() == len(script(1).asks)
+
+
+def test_an_interrupt_ends_it_and_its_processes_at_once() -> None:
+    command = [sys.executable, "-m", "run.cli", "simulate", "--chaos", "--seeds", "100000", "--processes", "2"]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True) as process:
+        try:
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+            while len(children.read_text().split()) < 3:  # two, and what watches over shared memory
+                time.sleep(0.05)
+            time.sleep(1.0)  # they have seeds by now
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+            assert process.wait(20) == 130
+            with pytest.raises(ProcessLookupError):
+                for _ in range(100):
+                    os.killpg(process.pid, 0)
+                    time.sleep(0.05)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def test_scripts_come_and_go_as_text(tmp_path: Path) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json as json_module
 import multiprocessing
 import os
+import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,8 +76,8 @@ def chaos(
         Print one JSON object: {"seeds", "events", "violations", "wall_s", "broken"}.
     """
     began_s = time.monotonic()
-    if seeds < 1 or processes < 0:
-        raise SettingsError("--seeds has to be 1 or more, and --processes may not be negative")
+    if seeds < 1 or min(processes, first, seed or 0) < 0:
+        raise SettingsError("--seeds has to be 1 or more; --first, --seed and --processes may not be negative")
     console = Console(stderr=True)
     if script is not None or seed is not None:
         num, found = 1, iter([_one(_read(script) if script is not None else chance.script(seed or 0), console)])
@@ -130,7 +132,7 @@ def _many(seeds: range, processes: int, console: Console) -> Iterator[tuple[int,
     num_done = num_broken = 0
     with (
         Progress(*columns, console=console, transient=True) as bars,
-        ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), die_with_parent()) as pool,
+        _pool(processes) as pool,
     ):
         bar, futures = bars.add_task("seeds", total=len(seeds)), {pool.submit(_some, part): part for part in parts}
         for done in as_completed(futures):
@@ -143,6 +145,24 @@ def _many(seeds: range, processes: int, console: Console) -> Iterator[tuple[int,
             if not console.is_terminal and before // TOLD_EVERY < num_done // TOLD_EVERY:
                 console.print(f"{num_done} seeds, {num_broken} broken", highlight=False)
             yield num_events, broken
+
+
+@contextmanager
+def _pool(processes: int) -> Iterator[ProcessPoolExecutor]:
+    """Ends at once when what uses it fails, as by Ctrl-C: histories that nobody waits for are not gone through."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, context, _begin, (die_with_parent(),)) as pool:
+        try:
+            yield pool
+        except BaseException:
+            for process in multiprocessing.active_children():
+                process.kill()
+            raise
+
+
+def _begin(die_with_parent: Callable[[], None]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: meant for the parent
+    die_with_parent()
 
 
 def _some(seeds: Sequence[int]) -> tuple[int, dict[int, History]]:
