@@ -17,16 +17,13 @@ from llguidance import regex_to_lark
 from actors.recipe.calls import TEXT, Tool, ToolRules, loose, section
 from actors.recipe.fields import Refusal
 from actors.recipe.schema import Unenforceable, plain, text_of
-from actors.recipe.trial import MARKS, Marks, try_out
+from actors.recipe.trial import MARKS, SPELLINGS, Marks, try_out
 from actors.rules.grammars import MAX_BYTES, head
 from schemas.failure import Code
 
 KEPT = 128
 KEPT_BYTES = 256 * 1024
 """So many grammars are kept, those that were lately asked for, unless what asks for them is longer."""
-
-SPELLINGS = ("</think>", "｜DSML｜")
-"""Of the control tokens that the official library looks for in text."""
 
 _LOCATION = re.compile(r"^at \d+\(\d+\): (?:failed to compile JSON schema: )?")
 

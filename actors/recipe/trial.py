@@ -40,6 +40,9 @@ END = 256
 MARKS = Marks(think_end=257, dsml=258)
 """Of grammars to be tried: there a token is a byte."""
 
+SPELLINGS = ("</think>", "｜DSML｜")
+"""Of these control tokens, which the official library looks for in text."""
+
 TRIAL_S = 2.0
 """Of work: how busy the processors are with other things says nothing of a grammar."""
 
@@ -53,7 +56,7 @@ WAIT_S = 0.25
 KEPT_LETHAL = 256
 """So many grammars that were the end of a process are remembered."""
 
-_SPECIAL = {END: b"<end>", MARKS.think_end: b"</think>", MARKS.dsml: "｜DSML｜".encode()}
+_SPECIAL = {END: b"<end>", **{id: spelling.encode() for id, spelling in zip(MARKS, SPELLINGS, strict=True)}}
 _NUM_STEPS = 256
 _MANY_PATTERNS = 4
 _PATTERNS = re.compile(r'"(?:pattern|format)": *"|"patternProperties"')
